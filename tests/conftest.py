@@ -182,3 +182,30 @@ def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
     return called
+
+
+SMALL: dict[str, Any] = {
+    "dataset": "digits", "data_fraction": 0.3, "clients": 4, "rounds": 3, "local_epochs": 1, "batch_size": 8,
+}  # fmt: skip
+"""A run of digits for tests of figures."""
+
+
+def small_run(out: Path, **changed: Any) -> RunResult:
+    return run(**{**SMALL, **changed, "out": out})
+
+
+@pytest.fixture(scope="module")
+def cw(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    out = tmp_path_factory.mktemp("cw") / "cw"
+    return small_run(out, method="cwfedavg", partition="classes", classes_per_client=4)
+
+
+@pytest.fixture(scope="module")
+def ccvr(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return small_run(tmp_path_factory.mktemp("ccvr") / "ccvr", method="ccvr", alpha=0.2, clients=3)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    out = tmp_path_factory.mktemp("mixed") / "mixed"
+    return small_run(out, method="fedclassavg", model="digits-a,digits-b", clients=3, rounds=2)

@@ -20,40 +20,13 @@ from fedapp.results.figures import maps, pieces, plots, scores, style
 from fedapp.results.runs import Comparison, RunResult, groups_of, read_comparison, read_run, varying
 from fedapp.tasks import simulated
 from fedapp.transport import checkpoint
+from tests.conftest import SMALL
 from tests.handmade import context, reply
-
-SMALL: dict[str, Any] = {
-    "dataset": "digits",
-    "data_fraction": 0.3,
-    "clients": 4,
-    "rounds": 3,
-    "local_epochs": 1,
-    "batch_size": 8,
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("figures")
-
-
-@pytest.fixture(scope="module")
-def cw(folder: Path) -> RunResult:
-    run(**{**SMALL, "method": "cwfedavg", "partition": "classes", "classes_per_client": 4, "out": folder / "cw"})
-    return read_run(folder / "cw")
-
-
-@pytest.fixture(scope="module")
-def ccvr(folder: Path) -> RunResult:
-    run(**{**SMALL, "method": "ccvr", "alpha": 0.2, "clients": 3, "out": folder / "ccvr"})
-    return read_run(folder / "ccvr")
-
-
-@pytest.fixture(scope="module")
-def mixed(folder: Path) -> RunResult:
-    settings = {**SMALL, "clients": 3, "rounds": 2, "method": "fedclassavg", "model": "digits-a,digits-b"}
-    run(**{**settings, "out": folder / "mixed"})
-    return read_run(folder / "mixed")
 
 
 def files(data: RunResult, client: int) -> list[Path]:

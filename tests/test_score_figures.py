@@ -23,10 +23,8 @@ Stub: Any = SimpleNamespace
 SMALL: dict[str, Any] = {"dataset": "digits", "clients": 3, "rounds": 2, "local_epochs": 2, "alpha": 1.0}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Standalone, FedClassAvg and KT-pFL with growing epochs, two seeds of the first."""
-    there = tmp_path_factory.mktemp("papers")
+def paper_runs(there: Path) -> Path:
+    """Run Standalone, FedClassAvg and KT-pFL with growing epochs, two seeds of the first; return their folder."""
     for name, method, more in (
         ("local", "local", {"model": "digits-b"}),
         ("local-1", "local", {"model": "digits-b", "seed": 1}),
@@ -35,6 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         run(**{**SMALL, **more, "method": method, "out": there / name})
     return there
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return paper_runs(tmp_path_factory.mktemp("papers"))
 
 
 # ---- one look a method -----------------------------------------------------------------------------------------------

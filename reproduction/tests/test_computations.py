@@ -18,32 +18,14 @@ from fedapp.models import build_model
 from fedapp.results.analysis import Unavailable, head_norms
 from fedapp.results.runs import RunResult, read_run
 from reproduction.analysis import calibration, heads, models, representations
+from tests.conftest import SMALL
 from tests.test_core_virtual import MU_1, SIGMA_0, SIGMA_1
-from tests.test_figures import SMALL, files
+from tests.test_figures import files
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("figures")
-
-
-@pytest.fixture(scope="module")
-def cw(folder: Path) -> RunResult:
-    run(**{**SMALL, "method": "cwfedavg", "partition": "classes", "classes_per_client": 4, "out": folder / "cw"})
-    return read_run(folder / "cw")
-
-
-@pytest.fixture(scope="module")
-def ccvr(folder: Path) -> RunResult:
-    run(**{**SMALL, "method": "ccvr", "alpha": 0.2, "clients": 3, "out": folder / "ccvr"})
-    return read_run(folder / "ccvr")
-
-
-@pytest.fixture(scope="module")
-def mixed(folder: Path) -> RunResult:
-    settings = {**SMALL, "clients": 3, "rounds": 2, "method": "fedclassavg", "model": "digits-a,digits-b"}
-    run(**{**settings, "out": folder / "mixed"})
-    return read_run(folder / "mixed")
 
 
 def test_the_history_of_norms_ends_with_the_stored_models(cw: RunResult) -> None:

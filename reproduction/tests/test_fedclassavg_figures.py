@@ -16,23 +16,14 @@ from fedapp.results.analysis import Unavailable
 from fedapp.results.runs import read_comparison, read_run
 from reproduction.analysis import costs, models, representations
 from reproduction.figures import accuracy, papers
-from tests.test_score_figures import SMALL, colours
+from tests.test_score_figures import SMALL, colours, paper_runs
 
 Stub: Any = SimpleNamespace
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Standalone, FedClassAvg and KT-pFL with growing epochs, two seeds of the first."""
-    there = tmp_path_factory.mktemp("papers")
-    for name, method, more in (
-        ("local", "local", {"model": "digits-b"}),
-        ("local-1", "local", {"model": "digits-b", "seed": 1}),
-        ("classavg", "fedclassavg", {"model": "digits-b"}),
-        ("ktpfl", "ktpfl", {"model": "digits-b", "method_args": "epochs=growing"}),
-    ):
-        run(**{**SMALL, **more, "method": method, "out": there / name})
-    return there
+    return paper_runs(tmp_path_factory.mktemp("papers"))
 
 
 @pytest.mark.parametrize(
