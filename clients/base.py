@@ -197,7 +197,7 @@ class FedClient(PositionalClient):
         return local_epochs if server_round else 0
 
     def train_spec(self) -> TrainingSettings:
-        """Return the training settings of this round, with its learning rate."""
+        """Return the training settings of this round. Its learning rate is `rate`."""
         return self.task.train
 
     @property
@@ -310,7 +310,6 @@ class FedClient(PositionalClient):
     def run_phase(self, phase: Phase) -> TrainReport:
         """Train what a phase names on the training split, and nothing else."""
         model = self.model if phase.model is None else phase.model
-        _ = self.class_weights  # takes a lock at its first use, where the compiler would cut a step in two
         with trained_alone(model, phase.prefixes) as held:
             return train(
                 model,
