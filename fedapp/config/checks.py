@@ -323,7 +323,7 @@ def check_node(config: RunConfig) -> None:
     Raises
     ------
     BadRequest : the run names a function of its own, which the node would have to import, a file that it would have
-        to read, or a federation by what is no name of a folder everywhere.
+        to read, or a federation whose name is not a valid folder name on every system.
     """
     federation = config.storage.federation
     refuse([(
@@ -377,7 +377,7 @@ def check_liars(config: RunConfig, clients: int, simulation: bool) -> None:
 
 
 def check_sums(config: RunConfig, clients: int) -> None:
-    """Refuse secure sums that would hide nobody.
+    """Refuse secure sums over so few clients that they would not hide a single one.
 
     Parameters
     ----------

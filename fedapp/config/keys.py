@@ -1,7 +1,7 @@
-"""Every run-config key with its type, default and meaning, and what the program derives from them.
+"""The configuration of a run, the values that follow from several groups of settings, and the tables of flat keys.
 
-pyproject.toml declares every key with the same default (a test compares them). The file is long because there are many
-keys, and whoever looks for one looks here.
+The keys with their types, defaults and meanings are in `fedapp.settings`. pyproject.toml declares every key with the
+same default (a test compares them).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RunConfig(BaseModel):
         absent = [c for c in chosen if c not in known]
         if absent:
             raise BadRequest(
-                f"unseen = '{self.evaluation.unseen}': there is no client {absent[0]}, the ids are {_range(ids)}"
+                f"unseen = '{self.evaluation.unseen}': these data have no client {absent[0]}, the ids are {_range(ids)}"
             )
         if len(chosen) == len(ids):
             raise BadRequest(

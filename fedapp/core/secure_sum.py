@@ -126,7 +126,7 @@ def noise_share(clients: int, threshold: int, colluders: int) -> float:
 
     Raises
     ------
-    ValueError : the sum would hide nobody, see `flaw`.
+    ValueError : the sum is over too few clients to hide a single one, see `flaw`.
     """
     if problem := flaw(clients, threshold, colluders):
         raise ValueError(problem)

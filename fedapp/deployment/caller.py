@@ -1,4 +1,4 @@
-"""In place of Flower's `flwr-clientapp`: let a warm process (:mod:`fedapp.deployment.warm`) run it.
+"""Replacement for Flower's `flwr-clientapp`: a warm process (:mod:`fedapp.deployment.warm`) runs it.
 
 Flower's executor starts this file as a script of `python -IS`, which takes 20 ms. It hands over its arguments,
 environment and open files, and ends as the process that was forked for it ends. Signals are passed on. Where the warm

@@ -170,7 +170,7 @@ def admit(api: control.Control, file: Path, client: int, known: Path, max_exampl
 
     Raises
     ------
-    BadRequest : the file is no public key, the client id is taken, or the SuperLink refuses.
+    BadRequest : the file is not a public key, the client id is taken, or the SuperLink refuses.
     """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec

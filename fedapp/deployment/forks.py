@@ -110,7 +110,7 @@ def _root(environment: Mapping[str, str]) -> Path:
     """Return a folder from which programs may be started; in a container that for temporary files often is none."""
     roots = [Path(tempfile.gettempdir())]
     home = environment.get("FLWR_HOME")
-    with contextlib.suppress(RuntimeError):  # there is no home
+    with contextlib.suppress(RuntimeError):  # no home directory
         roots.append(Path(home) if home else Path.home() / ".flwr")
     for root in roots:
         if root.is_dir() and not os.statvfs(root).f_flag & os.ST_NOEXEC:

@@ -65,7 +65,7 @@ CONNECTIONS = 1024
 HELD = CONNECTIONS // 2
 """Questions that wait at once; further ones are answered immediately."""
 SUMMARY = 60.0
-"""Seconds between two lines about refused requests, of which strangers can send as many as they like."""
+"""Seconds between two log lines about refused requests. Strangers can send any number of requests."""
 
 
 class Gate:
