@@ -2,14 +2,16 @@
 
 Every method of the registry runs at its own defaults on the blocks of `choosing.toml`. Finished runs
 are not run again and broken ones go on from their checkpoint, so the command can be stopped and started at any time.
-What the tables need of a run is one line of docs/choosing.jsonl; a line whose configuration, hyperparameters or scores
-mean something else today is left out and its run made anew. Without `--out` nothing is run.
+What the tables need of a run is one line of docs/choosing.jsonl, written when the run has ended. A line whose
+configuration, hyperparameters or scores mean something else today is left out, and its run is repeated. Training alone
+runs a second time with the partition of its seed and the next training seed. Without `--out` nothing is run.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import sys
@@ -37,6 +39,8 @@ from reproduction.ledger.archive import identity
 
 DOCS = Path(__file__).parents[2] / "docs"
 OVERVIEW = "overview"
+AGAIN = "again"
+"""Training alone with the same partition and the next training seed; its difference to training alone is chance."""
 UNMEASURED = "*Not measured yet.*"
 
 
@@ -58,15 +62,26 @@ class Choosing(Entry):
 
 
 class Kept(Entry):
-    """A finished run: accuracies of its clients in the order of their ids, before and after local training."""
+    """A finished run; lists have one entry per client, in the order of their ids.
+
+    Attributes
+    ----------
+    rows, total : training and test rows; empty in lines of version 0.2, which did not keep them.
+    received, trained : accuracy on the client's own test rows, before and after local training.
+    received_all, trained_all : the same models' mean recall over all classes, on the test rows of all clients.
+    """
 
     block: str
     method: str
     seed: int
     made: str
     fedapp: str
+    rows: tuple[int, ...] = ()
+    total: tuple[int, ...] = ()
     received: list[float]
     trained: list[float]
+    received_all: tuple[float, ...] = ()
+    trained_all: tuple[float, ...] = ()
     bytes_up: float
     bytes_down: float
     seconds: float
@@ -80,35 +95,47 @@ def definition() -> Choosing:
 def values_of(block: Block, method: str, seed: int, data: Path | None = None) -> dict[str, Any]:
     """Return the run-config keys of one run that are no defaults; all methods hold back the same public images.
 
-    `data` is the folder with the data sets; npz data are a file in it, with the block's name.
+    `method` is one of the registry or `AGAIN`. `data` is the folder with the data sets; npz data are a file in it, with
+    the block's name.
     """
     values = {**definition().settings, **block.settings}
     values = common_public(values, ((name, "") for name in registry.discover()))
     if data is not None:
         values["data-dir"] = str(data / f"{block.id}.npz" if values["dataset"] == "npz" else data)
+    if method == AGAIN:
+        return {**values, "method": "local", "seed": seed + 1, "partition-seed": seed}
     return {**values, "method": method, "seed": seed}
+
+
+def method_names() -> list[str]:
+    """Return the methods of the registry and `AGAIN`."""
+    return [*registry.discover(), AGAIN]
 
 
 def digest(block: Block, method: str, seed: int) -> str:
     """Return what makes a run the one that it is, as 12 hexadecimal digits: its keys and the method's defaults."""
     values = values_of(block, method, seed)
     _, hparams = identity(configuration.from_flat(values_of(block, method, seed, DOCS)))
-    text = json.dumps([values, hparams, asdict(registry.get(method).defaults)], sort_keys=True)
+    text = json.dumps([values, hparams, asdict(registry.get(values["method"]).defaults)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def kept_of(block: Block, run: RunResult) -> Kept:
-    """Return what is kept of a finished run."""
+def kept_of(block: Block, method: str, seed: int, run: RunResult) -> Kept:
+    """Return the line of a finished run."""
     table = run.final.sort_values("client")
     # A method that fine-tunes before the last score is used after that.
     after = "tuned" if "tuned_accuracy" in table else "trained"
-    columns = {"received": "received", "trained": after}
-    shares = {name: np.round(table[f"{column}_accuracy"], 6).tolist() for name, column in columns.items()}
+    columns = {
+        "received": "received_accuracy", "trained": f"{after}_accuracy",
+        "received_all": "received_balanced", "trained_all": f"{after}_balanced",
+    }  # fmt: skip
+    shares = {name: np.round(table[column], 6).tolist() for name, column in columns.items()}
     summary = run.summary
     return Kept(
-        block=block.id, method=run.method, seed=run.seed, made=digest(block, run.method, run.seed),
+        block=block.id, method=method, seed=seed, made=digest(block, method, seed),
         fedapp=str(run.versions.get("fedapp", "")), bytes_up=summary["bytes_up"], bytes_down=summary["bytes_down"],
-        seconds=round(float(summary["seconds"]), 1), **shares,
+        seconds=round(float(summary["seconds"]), 1), rows=table["num_samples"].tolist(),
+        total=table[f"{after}_total"].tolist(), **shares,
     )  # fmt: skip
 
 
@@ -118,7 +145,7 @@ def load(path: Path) -> dict[tuple[str, str, int], Kept]:
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         one = Kept.model_validate_json(line)
-        known = one.block in blocks and one.method in registry.discover()
+        known = one.block in blocks and one.method in method_names()
         if known and one.made == digest(blocks[one.block], one.method, one.seed):
             found[one.block, one.method, one.seed] = one
         else:
@@ -128,38 +155,45 @@ def load(path: Path) -> dict[tuple[str, str, int], Kept]:
 
 def save(path: Path, runs: Iterable[Kept]) -> None:
     """Write kept runs in the order of blocks, methods and seeds."""
-    blocks, methods = [block.id for block in definition().block], list(registry.discover())
+    blocks, methods = [block.id for block in definition().block], method_names()
     rows = sorted(runs, key=lambda r: (blocks.index(r.block), methods.index(r.method), r.seed))
     write_text(path, "".join(row.model_dump_json() + "\n" for row in rows))
 
 
 def run(
-    out: Path, data: Path | None, blocks: Sequence[Block], methods: Sequence[str], there: Mapping[Any, Kept],
+    out: Path, data: Path | None, blocks: Sequence[Block], methods: Sequence[str], path: Path,
     workers: int | None, minutes: float,
-) -> tuple[list[Kept], bool]:  # fmt: skip
-    """Run what is missing, seed by seed, and start nothing after `minutes` (0: to the end).
+) -> bool:  # fmt: skip
+    """Run what is missing in `path`, seed by seed, write each finished run there, start nothing after `minutes`.
 
-    Returns
-    -------
-    What finished now or earlier below `out`, and whether all went well.
+    With 0 minutes all runs are started. Returns whether all went well.
     """
-    out = out.expanduser().absolute()
-    wanted: dict[str, tuple[Block, RunConfig]] = {}
-    for seed in range(definition().seeds):
-        for block in blocks:
-            for method in methods:
-                if (block.id, method, seed) not in there:
-                    name = f"{block.id}/{method}-s{seed}"
-                    config = engines.effective(values_of(block, method, seed, data))
-                    wanted[name] = block, config.replaced(out=str(out / name))
-    todo = {name: left for name, (_, config) in wanted.items() if (left := pending_config(config)) is not None}
-    sys.stderr.write(
-        f"{len(there)} runs are kept, {len(wanted) - len(todo)} finished below {out}, {len(todo)} to run\n"
-    )
+    out, kept = out.expanduser().absolute(), load(path)
+    wanted: dict[str, tuple[Block, str, int]] = {}
+    configs: dict[str, RunConfig] = {}
+    for seed, block, method in itertools.product(range(definition().seeds), blocks, methods):
+        if (block.id, method, seed) not in kept:
+            name = f"{block.id}/{method}-s{seed}"
+            wanted[name] = block, method, seed
+            configs[name] = engines.effective(values_of(block, method, seed, data)).replaced(out=str(out / name))
+    todo = {name: left for name, config in configs.items() if (left := pending_config(config)) is not None}
+    sys.stderr.write(f"{len(kept)} runs are kept, {len(wanted) - len(todo)} finished below {out}, {len(todo)} to run\n")
+
+    def keep_finished() -> None:
+        for name, (block, method, seed) in list(wanted.items()):
+            if (done := RunResult(out / name)).ok:
+                kept[block.id, method, seed] = kept_of(block, method, seed, done)
+                del wanted[name]
+        save(path, kept.values())
+
+    def is_late() -> bool:
+        keep_finished()
+        return minutes > 0 and time.monotonic() > end
+
     end = time.monotonic() + 60 * minutes
-    failed = run_here(todo, workers, lambda: minutes > 0 and time.monotonic() > end) if todo else {}
-    done = [(block, RunResult(Path(config.storage.out))) for block, config in wanted.values()]
-    return [kept_of(block, one) for block, one in done if one.ok], not failed
+    failed = run_here(todo, workers, is_late) if todo else {}
+    keep_finished()
+    return not failed
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -172,7 +206,7 @@ SCORES: tuple[Score, ...] = ("received", "trained")
 def of_block(runs: Iterable[Kept], block: str) -> dict[str, list[Kept]]:
     """Return a block's runs by method, in the order of the seeds."""
     found: dict[str, list[Kept]] = {name: [] for name in registry.discover()}
-    for one in sorted((r for r in runs if r.block == block), key=lambda r: r.seed):
+    for one in sorted((r for r in runs if r.block == block and r.method != AGAIN), key=lambda r: r.seed):
         found[one.method].append(one)
     return {name: rows for name, rows in found.items() if rows}
 
@@ -299,12 +333,10 @@ def main() -> int:
     blocks = {block.id: block for block in definition().block}
     try:
         chosen = [blocks[name] for name in named(args.only, list(blocks), "block")]
-        methods = named(args.methods, list(registry.discover()), "method")
-        kept, well = load(args.kept), True
+        methods, well = named(args.methods, method_names(), "method"), True
         if args.out is not None:
-            new, well = run(args.out, args.data, chosen, methods, kept, args.workers, args.minutes)
-            kept |= {(one.block, one.method, one.seed): one for one in new}
-            save(args.kept, kept.values())
+            well = run(args.out, args.data, chosen, methods, args.kept, args.workers, args.minutes)
+        kept = load(args.kept)
         args.doc.write_text(page(args.doc.read_text(encoding="utf-8"), list(kept.values())), encoding="utf-8")
     except BadRequest as e:
         sys.stderr.write(f"choosing: {e}\n")

@@ -15,6 +15,7 @@ from benchmarks.pages import between
 from fedapp import registry
 from fedapp.config import RunConfig, from_flat
 from fedapp.engines.local import run_local
+from fedapp.results.runs import RunResult
 from fedapp.results.statistics import interval
 from reproduction.studies import choosing
 from reproduction.studies.choosing import Kept, definition, digest
@@ -37,7 +38,8 @@ def test_the_page_holds_the_tables_of_the_kept_runs() -> None:
     text = (choosing.DOCS / "choosing.md").read_text(encoding="utf-8")
     kept = choosing.load(choosing.DOCS / "choosing.jsonl")
     assert choosing.page(text, list(kept.values())) == text, "run: python -m reproduction study choosing"
-    every = {(block.id, method, seed) for block in definition().block for method in registry.ORDER for seed in range(3)}
+    measured = {block for block, _, _ in kept}
+    every = {(block, method, seed) for block in measured for method in registry.ORDER for seed in range(3)}
     stated = between(text, "**Not measured yet:**", "\n")
     named = set(re.findall("`(.+?)`", stated[1])) if stated else set()
     assert {method for _, method, _ in every - kept.keys()} == named, "a method without a row is named, and no other"
@@ -52,7 +54,7 @@ def test_every_method_runs_on_every_block_with_the_same_clients_images_and_round
         assert len(set(map(common, found))) == 1, block.id
         assert found[0].evaluation.select == "last" and found[0].data.validation == 0 and found[0].data.public_data
         assert all(c.federation.method_args == "" and c.evaluation.final_training for c in found)
-    assert choosing.values_of(definition().block[-1], "local", 0, Path("/data"))["data-dir"] == "/data/har.npz"
+    assert choosing.values_of(definition().block[5], "local", 0, Path("/data"))["data-dir"] == "/data/har.npz"
     assert definition().seeds >= 3
 
 
@@ -124,16 +126,33 @@ def test_one_command_runs_what_is_missing_and_makes_the_page(
     page, lines = tmp_path / "choosing.md", tmp_path / "choosing.jsonl"
     page.write_text(PAGE)
     words = ["choosing", "--kept", str(lines), "--doc", str(page)]
-    run = [*words, "--out", str(tmp_path / "runs"), "--only", "digits", "--methods", "fedgh,local", "--workers", "1"]
+    run = [
+        *words,
+        "--out",
+        str(tmp_path / "runs"),
+        "--only",
+        "digits",
+        "--methods",
+        "fedgh,local,again",
+        "--workers",
+        "1",
+    ]
     monkeypatch.setattr("sys.argv", run)
-    assert choosing.main() == 0 and "2 to run" in capsys.readouterr().err
+    assert choosing.main() == 0 and "3 to run" in capsys.readouterr().err
     text = page.read_text()
-    assert "| FedGH | 1 |" in text and "| Standalone | 1 | – |" in text and text.count("between") == 7
+    assert "| FedGH | 1 |" in text and "| Standalone | 1 | – |" in text and text.count("between") == 8
     assert text.count(choosing.UNMEASURED) == len(definition().block) - 1, "the other blocks say so"
-    assert begun == ["digits/fedgh-s0", "digits/local-s0"]
+    assert begun == ["digits/fedgh-s0", "digits/local-s0", "digits/again-s0"]
+    runs = choosing.load(lines)
+    alone, again, fedgh = (runs["digits", name, 0] for name in ("local", choosing.AGAIN, "fedgh"))
+    assert (alone.rows, alone.total) == (again.rows, again.total), "the same partition"
+    assert alone.trained != again.trained and alone.trained_all != again.trained_all, "another training seed"
+    table = RunResult(tmp_path / "runs/digits/fedgh-s0").final.sort_values("client")
+    counts = [round(share * total) for share, total in zip(fedgh.trained, fedgh.total, strict=True)]
+    assert counts == table["trained_correct"].tolist() and list(fedgh.rows) == table["num_samples"].tolist()
     lines.unlink()
-    assert choosing.main() == 0 and "2 finished below" in capsys.readouterr().err, "runs that are there count"
-    assert len(begun) == 2
+    assert choosing.main() == 0 and "3 finished below" in capsys.readouterr().err, "runs that are there count"
+    assert len(begun) == 3
     monkeypatch.setattr("sys.argv", words)
     assert choosing.main() == 0 and page.read_text() == text, "without a folder: the same tables of what is kept"
     for wrong, told in (("--only=digit", "no block 'digit', did you mean"), ("--methods=fedhg", "no method 'fedhg'")):
