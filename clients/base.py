@@ -132,7 +132,12 @@ class FedClient(PositionalClient):
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
         """Build the model of a specification; server and clients call the same function."""
         return build_model(
-            spec.name, num_classes=spec.num_classes, shape=spec.shape, seed=spec.seed, options=spec.options
+            spec.name,
+            num_classes=spec.num_classes,
+            shape=spec.shape,
+            seed=spec.seed,
+            settings=spec.settings,
+            unit=spec.unit,
         )
 
     @classmethod
@@ -693,8 +698,8 @@ class FedClient(PositionalClient):
 
     def _weights(self) -> dict[str, Scalar]:
         """Return the checksum of the stored weights: layers that are not sent must be the same everywhere."""
-        stored = self.task.options.weights
-        return {"weights": weights.checksum(stored)} if stored and self.task.options.freeze else {}
+        stored = self.task.settings.weights
+        return {"weights": weights.checksum(stored)} if stored and self.task.settings.freeze else {}
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,7 +15,7 @@ from clients.base import FedClient
 from fedapp.errors import suggest
 from fedapp.lazy import Tensor, nn
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Payload
-from fedapp.models import MODEL_NAMES, ModelOptions, build_model, check_form, default_small, is_own
+from fedapp.models import MODEL_NAMES, build_model, check_form, default_small, is_own, own
 from fedapp.transport import selection
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class MutualHParams(BaseHParams):
     @classmethod
     def _known(cls, name: str) -> str:
         if is_own(name):
-            check_form(name, ModelOptions())
+            check_form(name, own.PLAIN)
         elif name != "auto" and name not in MODEL_NAMES:
             raise ValueError(
                 f"unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose auto, package.module:function or one of "

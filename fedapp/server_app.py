@@ -41,7 +41,7 @@ from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import StateError, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Array, Arrays, ClientInfo, Scalar, Scored, ServerContext, ServerState
-from fedapp.models import MODEL_NAMES, check_model, weights
+from fedapp.models import MODEL_NAMES, check_model, own, weights
 from fedapp.models.bounded import Bounded
 from fedapp.results.directory import (
     ANNOUNCED,
@@ -494,7 +494,8 @@ class Run(Callbacks):
         found: tuple[ModelSpec, dict[int, str]] | None = None
         for built in self._candidates():
             shape = self._shape(built)  # a method for several architectures may have inputs of several shapes
-            self.spec = ModelSpec(built.model, built.num_classes, shape, 0, self.config.model_options)
+            unit = self.config.privacy.unit_features
+            self.spec = ModelSpec(built.model, built.num_classes, shape, 0, self.config.model, unit)
             # The size of a model of the zoo follows from the shape that a client states.
             bounded = built.model in MODEL_NAMES and not self.simulation
             limit = Bounded(MOST_NUMBERS, f"a model for samples of the shape {shape} is too large")
@@ -837,8 +838,8 @@ class Run(Callbacks):
         """Return what a stored model needs so that it can be built again and used."""
         config, spec = self.config, self.spec
         sizes = {"num_classes": spec.num_classes, "shape": list(spec.shape)}
-        model = {"model": spec.name, "model-options": dataclasses.asdict(spec.options)}
-        model |= {"made-with": made_with(spec.name, spec.options.weights)}
+        model = {"model": spec.name, "model-options": own.header(spec.settings, spec.unit)}
+        model |= {"made-with": made_with(spec.name, spec.settings.weights)}
         return {
             **self.about,
             "method": config.federation.method,

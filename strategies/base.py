@@ -546,7 +546,7 @@ def server_context(
         rng=lambda purpose, *numbers: sampling.rng(seed, purpose, *numbers),
         score=score or (lambda arrays, scalars: None),
         shape=spec.shape,
-        weights=spec.options.weights,
+        weights=spec.settings.weights,
     )
 
 

@@ -24,19 +24,20 @@ from clients.fedrod import FedRoDClient, FedRoDHParams
 from fedapp import config, registry
 from fedapp.learning.task import ModelSpec
 from fedapp.method import BaseHParams, Payload
-from fedapp.models import MODEL_NAMES, ModelOptions, SplitModel, build_model, copies
+from fedapp.models import MODEL_NAMES, SplitModel, build_model, copies
 from fedapp.models.copies import copied, redrawn
 from fedapp.results.runs import RunResult
+from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated
 from tests.test_models import OTHER, native_size
 
 
-def spec(name: str, seed: int = 0, options: ModelOptions | None = None) -> ModelSpec:
+def spec(name: str, seed: int = 0, options: ModelSettings | None = None) -> ModelSpec:
     shape = {"cnn1d": (2, 64), "mlp": (7,)}.get(name, (3, native_size(name), native_size(name)))
-    return ModelSpec(name, 5, shape, seed, options or ModelOptions())
+    return ModelSpec(name, 5, shape, seed, options or ModelSettings())
 
 
-def built(name: str, seed: int = 0, options: ModelOptions | None = None) -> SplitModel:
+def built(name: str, seed: int = 0, options: ModelSettings | None = None) -> SplitModel:
     return FedClient.build_model(spec(name, seed, options), BaseHParams())
 
 
@@ -59,7 +60,7 @@ def tensors(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_a_copy_is_what_deepcopy_makes_and_shares_nothing(name: str) -> None:
-    model = built(name, options=ModelOptions(freeze="features") if name not in OTHER else None).eval()
+    model = built(name, options=ModelSettings(freeze="features") if name not in OTHER else None).eval()
     ours, theirs = copied(model), copy.deepcopy(model)
     assert attributes(ours) == attributes(theirs)
     assert list(ours.state_dict()) == list(model.state_dict())

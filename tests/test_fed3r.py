@@ -20,8 +20,9 @@ from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import batched
 from fedapp.learning.state import read_safetensors
 from fedapp.method import ClientInfo, Payload, Reply
-from fedapp.models import ModelOptions, build_model
+from fedapp.models import build_model
 from fedapp.results.predict import read_model
+from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated
 from fedapp.transport import checkpoint, selection
 from tests.closedform import (
@@ -310,15 +311,15 @@ def test_a_given_extractor_stays_as_it_is_and_a_random_one_is_named(tiny: Tiny) 
 def test_weights_and_frozen_layers_of_a_model_of_the_zoo(tmp_path: Path) -> None:
     model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=1)
     torch.save(model.state_dict(), tmp_path / "w.pt")
-    options = ModelOptions(weights=str(tmp_path / "w.pt"), freeze="features")
-    other = build_model("digits-a", num_classes=7, shape=(1, 8, 8), seed=2, options=options)
+    options = ModelSettings(weights=str(tmp_path / "w.pt"), freeze="features")
+    other = build_model("digits-a", num_classes=7, shape=(1, 8, 8), seed=2, settings=options)
     fresh = build_model("digits-a", num_classes=7, shape=(1, 8, 8), seed=2)
     for name, value in other.features.state_dict().items():
         assert torch.equal(value, model.features.state_dict()[name])
     assert torch.equal(other.head.weight, fresh.head.weight)
     assert [p.requires_grad for p in other.parameters()] == [False] * (len(list(other.parameters())) - 2) + [True] * 2
     with pytest.raises(BadRequest, match="does not fit the model 'digits-b'"):
-        build_model("digits-b", num_classes=7, shape=(1, 8, 8), seed=2, options=dataclasses.replace(options, freeze=""))
+        build_model("digits-b", num_classes=7, shape=(1, 8, 8), seed=2, settings=options.replaced(freeze=""))
 
 
 def test_a_client_answers_nothing_else(tiny: Tiny) -> None:

@@ -24,10 +24,11 @@ from fedapp.engines.runner import what_leaves
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.method import ClientInfo
-from fedapp.models import ModelOptions, SplitModel, build_model, head_width, own
+from fedapp.models import SplitModel, build_model, head_width, own
 from fedapp.results import predict
 from fedapp.results.loading import load
 from fedapp.server_app import Run, buildable
+from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node, try_own
 from fedapp.transport import selection
@@ -39,7 +40,7 @@ from tests.readme import READS
 NETS = "tests.own_nets"
 ROOT = Path(__file__).parents[1]
 SHAPE = (1, 8, 8)
-NONE = ModelOptions()
+NONE = ModelSettings()
 
 
 def rows(*shape: int) -> torch.Tensor:
@@ -47,7 +48,7 @@ def rows(*shape: int) -> torch.Tensor:
 
 
 def built(name: str, seed: int = 0, shape: tuple[int, ...] = SHAPE, **options: Any) -> SplitModel:
-    return build_model(f"{NETS}:{name}", num_classes=10, shape=shape, seed=seed, options=ModelOptions(**options))
+    return build_model(f"{NETS}:{name}", num_classes=10, shape=shape, seed=seed, settings=ModelSettings(**options))
 
 
 # ---- trunk and head ------------------------------------------------------------------------------------------------
@@ -87,41 +88,41 @@ def test_equal_widths_start_with_equal_heads() -> None:
 def test_the_global_random_state_stays() -> None:
     before = torch.get_rng_state()
     built("Net", seed=4)
-    own.check(f"{NETS}:Net", rows(*SHAPE), num_classes=10, options=NONE)
+    own.check(f"{NETS}:Net", rows(*SHAPE), num_classes=10, settings=NONE)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_layer_of_the_wanted_width_takes_the_place_of_the_head() -> None:
     model = built("Wide", width=12)
     assert model.features.get_submodule("fc2").weight.shape == (12, 80)  # type: ignore[union-attr]
-    assert model.width == head_width(f"{NETS}:Wide", 10, SHAPE, ModelOptions(width=12)) == 12
+    assert model.width == head_width(f"{NETS}:Wide", 10, SHAPE, ModelSettings(width=12)) == 12
 
 
 def test_a_head_without_bias_gets_zeros() -> None:
     model = built("linear", shape=(5,), seed=2)
     assert isinstance(model.features, nn.Identity) and not model.head.bias.any() and model.head.weight.any()
-    own.check(f"{NETS}:linear", rows(5), num_classes=10, options=NONE)
+    own.check(f"{NETS}:linear", rows(5), num_classes=10, settings=NONE)
 
 
 def test_a_split_model_is_taken_as_it_is() -> None:
     model = built("split")
     assert isinstance(model.activation, nn.ReLU) and model.width == 16
-    own.check(f"{NETS}:split", rows(*SHAPE), num_classes=10, options=NONE)
+    own.check(f"{NETS}:split", rows(*SHAPE), num_classes=10, settings=NONE)
     with pytest.raises(BadRequest, match="leave out head and width"):
         built("split", width=8)
 
 
 @pytest.mark.parametrize("args", ["features=32", "features=10"])
 def test_arguments_and_the_named_head(args: str) -> None:
-    model = built("Net", args=args, head="fc2")
+    model = built("Net", model_args=args, head="fc2")
     assert model.width == int(args.partition("=")[2])
-    assert built("Net", args=args).width == model.width  # without a name: the last that fits
-    own.check(f"{NETS}:Net", rows(*SHAPE), num_classes=10, options=ModelOptions(args, "fc2"))
+    assert built("Net", model_args=args).width == model.width  # without a name: the last that fits
+    own.check(f"{NETS}:Net", rows(*SHAPE), num_classes=10, settings=ModelSettings(model_args=args, head="fc2"))
 
 
 def test_the_kind_follows_the_shape() -> None:
     model = built("Series", shape=(3, 40))
-    own.check(f"{NETS}:Series", rows(3, 40), num_classes=10, options=NONE)
+    own.check(f"{NETS}:Series", rows(3, 40), num_classes=10, settings=NONE)
     assert model(rows(3, 40)).shape == (2, 10)
 
 
@@ -131,7 +132,7 @@ def test_the_kind_follows_the_shape() -> None:
 )
 def test_torchvision_works_as_it_stands(name: str) -> None:
     x = rows(3, 64, 64)
-    own.check(f"torchvision.models:{name}", x, num_classes=6, options=NONE)
+    own.check(f"torchvision.models:{name}", x, num_classes=6, settings=NONE)
     model = build_model(f"torchvision.models:{name}", num_classes=6, shape=(3, 64, 64), seed=0).eval()
     assert model(x).shape == (2, 6) and model.features(x).shape == (2, model.width)
 
@@ -158,28 +159,28 @@ WRONG: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("name", "message"), WRONG)
 def test_a_wrong_model_is_refused_before_anything_is_trained(name: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
-        own.check(f"{NETS}:{name}", rows(*SHAPE), num_classes=10, options=NONE)
+        own.check(f"{NETS}:{name}", rows(*SHAPE), num_classes=10, settings=NONE)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (ModelOptions(args="feature=3"), "cannot be built: TypeError.*it takes .*features"),
-        (ModelOptions(args="num_classes=3"), "num_classes comes from the data"),
-        (ModelOptions(args="features"), "'features' is not name=value"),
-        (ModelOptions(head="fc1"), "'fc1' is no Linear with 10 outputs: set head to one of: fc2"),
-        (ModelOptions(head="fc9"), "'fc9' is no Linear layer of it: set head to one of: fc2"),
+        (ModelSettings(model_args="feature=3"), "cannot be built: TypeError.*it takes .*features"),
+        (ModelSettings(model_args="num_classes=3"), "num_classes comes from the data"),
+        (ModelSettings(model_args="features"), "'features' is not name=value"),
+        (ModelSettings(head="fc1"), "'fc1' is no Linear with 10 outputs: set head to one of: fc2"),
+        (ModelSettings(head="fc9"), "'fc9' is no Linear layer of it: set head to one of: fc2"),
     ],
 )
-def test_wrong_options_are_refused(options: ModelOptions, message: str) -> None:
+def test_wrong_options_are_refused(options: ModelSettings, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         own.check_form(f"{NETS}:Net", options)
-        own.check(f"{NETS}:Net", rows(*SHAPE), num_classes=10, options=options)
+        own.check(f"{NETS}:Net", rows(*SHAPE), num_classes=10, settings=options)
 
 
 def test_a_model_for_other_data_is_refused_with_the_shape() -> None:
     with pytest.raises(BadRequest, match="fails on images of 8x8 pixels with 1 channel: RuntimeError"):
-        own.check("torchvision.models:resnet18", rows(*SHAPE), num_classes=10, options=NONE)
+        own.check("torchvision.models:resnet18", rows(*SHAPE), num_classes=10, settings=NONE)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +228,12 @@ def test_a_model_with_other_dtypes_trains_and_resumes(dtype: str, tmp_path: Path
         result = run(**{**given, "method": method}, rounds=1, local_epochs=1, out=tmp_path / method)
         result = run(resume=tmp_path / method, rounds=2)
         assert list(result.rounds["round"]) == [1, 2] and result.summary["dropped"] == 0
-    net = built("Half", args=f"dtype={dtype}")
+    net = built("Half", model_args=f"dtype={dtype}")
     state = {name: value.dtype for name, value in net.state_dict().items()}
     assert state["features.kept"] == state["features.scale"] == getattr(torch, dtype)
     sent = selection.extract(net, state)
     assert {a.dtype for a in sent.values()} == {np.dtype(np.float32)}
-    other = built("Half", seed=1, args=f"dtype={dtype}")
+    other = built("Half", seed=1, model_args=f"dtype={dtype}")
     selection.merge(other, sent)
     assert all(torch.equal(a, other.state_dict()[n]) for n, a in net.state_dict().items() if "kept" not in n)
     exact = selection.everything(net)
@@ -241,7 +242,7 @@ def test_a_model_with_other_dtypes_trains_and_resumes(dtype: str, tmp_path: Path
 
 
 def test_lazy_layers_take_their_size_from_the_shape_of_the_samples() -> None:
-    own.check(f"{NETS}:lazy", rows(*SHAPE), num_classes=10, options=NONE)
+    own.check(f"{NETS}:lazy", rows(*SHAPE), num_classes=10, settings=NONE)
     net = built("lazy")
     assert net.training and net.width == 12 and net.eval()(rows(*SHAPE)).shape == (2, 10)
     assert torch.equal(net.features[2].running_mean, torch.zeros(144)), "the first batch leaves statistics as they are"

@@ -22,7 +22,6 @@ from fedapp.errors import BadRequest
 from fedapp.learning.releases import Ledger
 from fedapp.method import Reply
 from fedapp.models import build_model
-from fedapp.models.own import ModelOptions
 from fedapp.tasks import simulated
 from fedapp.tasks.node import Node, node_task
 from fedapp.transport.client_manager import RoundFailed
@@ -134,7 +133,7 @@ def test_fedghs_clients_have_one_extractor_that_no_round_changes(tiny: Tiny, no_
 
 def test_representations_have_norm_1_in_training_and_in_use() -> None:
     for unit in (False, True):
-        model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=0, options=ModelOptions(unit=unit))
+        model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=0, unit=unit)
         norms = model.represent(torch.rand(5, 1, 8, 8)).norm(dim=1)
         assert torch.allclose(norms, torch.ones(5), atol=1e-6) is unit
 

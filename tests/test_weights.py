@@ -19,8 +19,9 @@ from fedapp.data.transforms import InputSpec
 from fedapp.engines.local import effective, run
 from fedapp.errors import BadRequest
 from fedapp.method import ClientInfo
-from fedapp.models import ModelOptions, build_model, own, weights
+from fedapp.models import build_model, own, weights
 from fedapp.results.loading import load
+from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated
 from fedapp.tasks.node import Node
 from fedapp.transport import selection
@@ -46,7 +47,7 @@ def stored(tmp_path: Path, change: Callable[[Arrays], Any] = lambda a: None, cla
 
 def built(file: str, seed: int = 0, **options: Any) -> Any:
     options = {"weights": file, **options}
-    return build_model(NET, num_classes=10, shape=SHAPE, seed=seed, options=ModelOptions(**options))
+    return build_model(NET, num_classes=10, shape=SHAPE, seed=seed, settings=ModelSettings(**options))
 
 
 @pytest.mark.parametrize("classes", [10, 1000])
@@ -75,9 +76,9 @@ def test_weights_of_torchvision_fit_and_keep_their_statistics(tmp_path: Path) ->
         if buffer.is_floating_point():
             buffer.uniform_(0.5, 2)
     torch.save(theirs.state_dict(), tmp_path / "r.pt")
-    options = ModelOptions(weights=str(tmp_path / "r.pt"), side=32)
-    own.check(RESNET, torch.randn(2, 3, 12, 20), num_classes=6, options=options)
-    model = build_model(RESNET, num_classes=6, shape=(3, 12, 20), seed=0, options=options).eval()
+    options = ModelSettings(weights=str(tmp_path / "r.pt"), input_size=32)
+    own.check(RESNET, torch.randn(2, 3, 12, 20), num_classes=6, settings=options)
+    model = build_model(RESNET, num_classes=6, shape=(3, 12, 20), seed=0, settings=options).eval()
     x = torch.randn(2, 3, 12, 20)
     theirs.fc = nn.Identity()
     wanted = theirs.eval()(nn.functional.interpolate(x, (32, 32), mode="bilinear", align_corners=False))
@@ -174,25 +175,25 @@ def test_the_configuration_is_checked(settings: dict[str, Any], message: str) ->
 
 def test_size_and_normalisation_are_those_that_torchvision_states() -> None:
     config = from_flat({"method": "fedavg", "model": "torchvision.models:vit_b_16", "weights": "w.pt"})
-    assert config.model_options.side == 224 and config.replaced(input_size=64).model_options.side == 64
+    assert own.side(config.model) == 224 and own.side(config.replaced(input_size=64).model) == 64
     inputs = InputSpec((3, 8, 8), 255.0, (0.1, 0.1, 0.1), (1.0, 1.0, 1.0))
     wanted = replace(inputs, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     assert simulated.with_weights(config, inputs) == wanted
     assert simulated.with_weights(config.replaced(weights=""), inputs) == inputs
     assert simulated.with_weights(config.replaced(normalise="data"), inputs) == inputs
     assert simulated.with_weights(config.replaced(model=NET), inputs) == inputs
-    assert config.replaced(model=NET).model_options.side == 0 and config.replaced(weights="").model_options.side == 0
+    assert own.side(config.replaced(model=NET).model) == 0 == own.side(config.replaced(weights="").model)
 
 
 def test_images_get_the_size_that_the_model_wants() -> None:
-    options = ModelOptions(side=16)
+    options = ModelSettings(input_size=16)
     x = torch.randn(2, 1, 8, 8)
-    own.check(NET, x, num_classes=10, options=options)
-    model = build_model(NET, num_classes=10, shape=SHAPE, seed=0, options=options)
+    own.check(NET, x, num_classes=10, settings=options)
+    model = build_model(NET, num_classes=10, shape=SHAPE, seed=0, settings=options)
     assert model.features.fc1.in_features == 8 * 16 * 16 and model(x).shape == (2, 10)  # type: ignore[union-attr]
     assert own.resized(x, 0) is x and own.resized(x, 8) is x
     with pytest.raises(BadRequest, match="input-size is for images"):
-        build_model(NET, num_classes=10, shape=(5,), seed=0, options=options)
+        build_model(NET, num_classes=10, shape=(5,), seed=0, settings=options)
 
 
 def test_the_dry_run_refuses_weights_that_do_not_fit(tmp_path: Path) -> None:
@@ -218,12 +219,12 @@ def test_a_node_takes_weights_from_its_own_folder_alone(tmp_path: Path, monkeypa
     from fedapp.tasks.node import node_task
 
     task = node_task(config, mine, torch.device("cpu"))
-    assert task.options.weights == file
+    assert task.settings.weights == file
     method, hparams = config.method_and_hparams()
     common = method.client(task, method, hparams).register()[1]["common"]
     assert weights.checksum(file) in str(common)
     chosen = node_task(config, Node.parse({**node, "model": "digits-a"}), torch.device("cpu"))
-    assert chosen.options.weights == "" and chosen.model == "digits-a"
+    assert chosen.settings.weights == "" and chosen.model == "digits-a"
 
 
 def test_stored_weights_are_compared_among_the_clients_of_one_model() -> None:

@@ -20,7 +20,7 @@ from fedapp.learning import evaluation
 from fedapp.learning.optimizers import parse_schedule, takes
 from fedapp.learning.training import class_numbers, make_optimizer
 from fedapp.method import BaseHParams, Method
-from fedapp.models import MODEL_NAMES, ModelOptions, check_form, is_own, own
+from fedapp.models import MODEL_NAMES, check_form, is_own, own
 from fedapp.settings import unless_auto
 from fedapp.settings.evaluation import ALWAYS, CONFUSION, PROTOCOLS, share_of, whole_numbers
 from fedapp.transport.client_manager import needed_replies
@@ -97,7 +97,7 @@ def _check_model(config: RunConfig, method: Method, hparams: BaseHParams) -> Non
     refuse([(not names, "model is empty: give one architecture, several with commas between them, or auto")])
     for name in names:
         if is_own(name):
-            check_form(name, config.model_options)
+            check_form(name, settings)
         elif name != "auto" and name not in MODEL_NAMES:
             known = (*MODEL_NAMES, *own.installed())
             raise BadRequest(
@@ -105,10 +105,10 @@ def _check_model(config: RunConfig, method: Method, hparams: BaseHParams) -> Non
                 or f"unknown model '{name}'{suggest(name, known)}: choose from {', '.join(known)}, or name your own as "
                 "package.module:function"
             )
-    stored = ModelOptions(weights=settings.weights, freeze=settings.freeze, unit=config.model_options.unit)
+    builds = any((settings.model_args, settings.head, settings.width, own.side(settings)))
     refuse([
         (
-            config.model_options != stored and not any(map(is_own, names)),
+            builds and not any(map(is_own, names)),
             "model-args, head, width and input-size are for own models (package.module:function): leave them out",
         ),
         (

@@ -21,7 +21,6 @@ from fedapp.errors import BadRequest, counted, suggest
 from fedapp.learning import evaluation
 from fedapp.learning.optimizers import round_rates
 from fedapp.method import BaseHParams, Method
-from fedapp.models import ModelOptions, weights
 from fedapp.settings import (
     DataSettings,
     EvaluationSettings,
@@ -70,16 +69,6 @@ class RunConfig(BaseModel):
     def data_seed(self) -> int:
         """The seed of everything that decides who holds which images."""
         return unless_auto(self.data.partition_seed, self.federation.seed)
-
-    @property
-    def model_options(self) -> ModelOptions:
-        """What an own model is built with."""
-        known = weights.preprocessing(self.model.names[0]) if self.model.weights else None
-        side = unless_auto(self.model.input_size, known[0] if known else 0)
-        unit = self.privacy.dp == "example"
-        return ModelOptions(
-            self.model.model_args, self.model.head, self.model.width, self.model.weights, self.model.freeze, side, unit
-        )
 
     @property
     def mechanism(self) -> Privacy | None:

@@ -53,8 +53,8 @@ def client_needs(configs: Sequence[RunConfig]) -> ClientNeeds:
             c.data.data_fraction,
             c.training.batch_size,
             c.training.precision,
-            c.model.model,
-            c.model_options,
+            c.model,
+            c.privacy.unit_features,
         ): c
         for c in configs[::-1]
     }

@@ -115,7 +115,7 @@ def what_leaves(config: RunConfig) -> list[str]:
     half = config.federation.wire_dtype == "fp16"
     for name, shape in tasks.architectures(config, data):
         client: type[FedClient] = method.client
-        spec = ModelSpec(name, data.dataset.num_classes, shape, 0, config.model_options)
+        spec = ModelSpec(name, data.dataset.num_classes, shape, 0, config.model, config.privacy.unit_features)
         model = client.build_model(spec, hparams)
         state = model.state_dict()
         down = list(client.initial_arrays(spec, method, hparams, config.training.buffers))

@@ -260,7 +260,7 @@ def _check_widths(config: RunConfig) -> None:
     if own_names := set(filter(is_own, config.model.names)):
         data = tasks.federated(config, config.data.clients)
         widths |= {
-            head_width(name, data.dataset.num_classes, shape, config.model_options)
+            head_width(name, data.dataset.num_classes, shape, config.model)
             for name, shape in tasks.architectures(config, data)
             if name in own_names
         }

@@ -13,8 +13,8 @@ from fedapp.core.privacy import Privacy
 from fedapp.data.transforms import InputSpec
 from fedapp.lazy import Tensor, torch
 from fedapp.learning.training import SHORT
-from fedapp.models.own import NO_OPTIONS, ModelOptions
-from fedapp.settings import TrainingSettings
+from fedapp.models.own import PLAIN
+from fedapp.settings import ModelSettings, TrainingSettings
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,15 @@ class ModelSpec:
     ----------
     name : architecture, a name of the model zoo, or an own model, `package.module:function`.
     num_classes : outputs of the head.   shape : of one sample as the model takes it, (C, H, W).
-    seed : decides the initial values.   options : of own models.
+    seed : decides the initial values.   settings : of own models.   unit : representations of norm 1.
     """
 
     name: str
     num_classes: int
     shape: tuple[int, ...]
     seed: int
-    options: ModelOptions = NO_OPTIONS
+    settings: ModelSettings = PLAIN
+    unit: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Task:
     ----------
     client : stable client id.   seed : the run's seed.
     num_classes : classes of the federation, C.   inputs : shape and normalisation of the images.
-    model : name of the client's architecture.   options : of own models.
+    model : name of the client's architecture.   settings, unit : see :class:`ModelSpec`.
     x_train, x_test : (n, H, W, channels) uint8 tensors on the client's device.
     y_train, y_test : (n,) int64, values 0 .. C - 1.
     x_validation, y_validation : held out from training to choose settings by, or None.
@@ -77,7 +78,8 @@ class Task:
     protocols: tuple[str, ...] = ("received", "trained")
     metrics: tuple[str, ...] = ()
     confusion: bool = False
-    options: ModelOptions = NO_OPTIONS
+    settings: ModelSettings = PLAIN
+    unit: bool = False
     privacy: Privacy | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 
@@ -88,7 +90,7 @@ class Task:
 
     def spec(self, seed: int) -> ModelSpec:
         """Return the specification of this client's architecture with initial values of `seed`."""
-        return ModelSpec(self.model, self.num_classes, self.inputs.shape, seed, self.options)
+        return ModelSpec(self.model, self.num_classes, self.inputs.shape, seed, self.settings, self.unit)
 
     def class_counts(self) -> NDArray[np.int64]:
         """Return the number of training images per class, (C,); private unless the method's page says otherwise."""

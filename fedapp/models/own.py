@@ -22,13 +22,13 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fedapp import plugins
 from fedapp.errors import BadRequest, counted, described, named_values, plain_value, raised
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.models import weights
+from fedapp.settings import ModelSettings, unless_auto
 
 if TYPE_CHECKING:
     from fedapp.models.split import SplitModel
@@ -38,26 +38,27 @@ CLOSE = 1e-5
 """Largest difference between the logits of a model and those of its trunk and head."""
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """What own models are built with, by the run-config keys of these names.
-
-    Attributes
-    ----------
-    args : `model-args`.   side : `input-size`, 0 = images as they are.   The others have the names of their keys.
-    unit : representations of norm 1 (`SplitModel.unit`), for `dp = example`.
-    """
-
-    args: str = ""
-    head: str = ""
-    width: int = 0
-    weights: str = ""
-    freeze: str = ""
-    side: int = 0
-    unit: bool = False
+PLAIN = ModelSettings()
+"""What a model is built with where nothing is asked for."""
 
 
-NO_OPTIONS = ModelOptions()
+def side(settings: ModelSettings) -> int:
+    """Return the side in pixels to which an own model's images are resized; 0 = as they are."""
+    known = weights.preprocessing(settings.names[0]) if settings.weights else None
+    return unless_auto(settings.input_size, known[0] if known else 0)
+
+
+def header(settings: ModelSettings, unit: bool) -> dict[str, object]:
+    """Return what the header of a stored model keeps of the settings that it was built with."""
+    return {
+        "args": settings.model_args,
+        "head": settings.head,
+        "width": settings.width,
+        "weights": settings.weights,
+        "freeze": settings.freeze,
+        "side": side(settings),
+        "unit": unit,
+    }
 
 
 def installed() -> dict[str, plugins.Entry]:
@@ -79,7 +80,7 @@ def target(name: str) -> str:
     return name if ":" in name else installed()[name].target
 
 
-def check_form(name: str, options: ModelOptions) -> None:
+def check_form(name: str, settings: ModelSettings) -> None:
     """Refuse a name that is not of the form `package.module:function`, and `model-args` that are not name=value.
 
     Raises
@@ -88,7 +89,7 @@ def check_form(name: str, options: ModelOptions) -> None:
     """
     if not plugins.well_formed(target(name)):
         raise BadRequest(f"model '{name}' is not of the form package.module:function")
-    given = named_values("model-args", options.args, f"They are the arguments of {name}")
+    given = named_values("model-args", settings.model_args, f"They are the arguments of {name}")
     for taken in ("num_classes", "input_shape", "kind"):
         if taken in given:
             raise BadRequest(f"model-args: {taken} comes from the data: leave it out")
@@ -101,7 +102,7 @@ def factory(name: str) -> Callable[..., Any]:
     ------
     BadRequest : it cannot be imported (see `plugins.imported`), or cannot be called.
     """
-    check_form(name, NO_OPTIONS)
+    check_form(name, PLAIN)
     found = plugins.imported(name, f"model '{name}'") if ":" in name else installed()[name].load()
     if not callable(found):
         raise BadRequest(f"model '{name}' is no function or class, but {type(found).__name__}")
@@ -119,12 +120,13 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _input_shape(name: str, shape: tuple[int, ...], options: ModelOptions) -> tuple[int, ...]:
-    if not options.side:
+def _input_shape(name: str, shape: tuple[int, ...], settings: ModelSettings) -> tuple[int, ...]:
+    size = side(settings)
+    if not size:
         return shape
     if len(shape) != 3:
         raise BadRequest(f"input-size is for images, and '{name}' gets {described(shape)}: leave it out")
-    return shape[0], options.side, options.side
+    return shape[0], size, size
 
 
 def resized(x: Tensor, side: int) -> Tensor:
@@ -135,10 +137,10 @@ def resized(x: Tensor, side: int) -> Tensor:
     return F.interpolate(x, (side, side), mode="bilinear", align_corners=False, antialias=smaller)
 
 
-def _made(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOptions) -> nn.Module:
+def _made(name: str, num_classes: int, shape: tuple[int, ...], settings: ModelSettings) -> nn.Module:
     """Call the user's function."""
     make = factory(name)
-    shape = _input_shape(name, shape, options)
+    shape = _input_shape(name, shape, settings)
     offered = {"num_classes": num_classes, "input_shape": shape, "kind": KINDS.get(len(shape), "array")}
     try:
         takes = dict(inspect.signature(make).parameters)
@@ -146,7 +148,7 @@ def _made(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOpt
         takes = {}
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
     arguments = {n: v for n, v in offered.items() if n in takes or (n == "num_classes" and open_ended)}
-    written = named_values("model-args", options.args, f"They are the arguments of {name}")
+    written = named_values("model-args", settings.model_args, f"They are the arguments of {name}")
     arguments |= {n: plain_value(v) for n, v in written.items()}
     try:
         net = make(**arguments)
@@ -165,14 +167,14 @@ def _made(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOpt
     return net
 
 
-def _head_path(name: str, net: nn.Module, num_classes: int, options: ModelOptions) -> str:
+def _head_path(name: str, net: nn.Module, num_classes: int, settings: ModelSettings) -> str:
     linear: dict[str, nn.Linear] = {path: layer for path, layer in net.named_modules() if isinstance(layer, nn.Linear)}
     fitting = [path for path, layer in linear.items() if layer.out_features == num_classes]
-    if options.head:
-        if options.head not in fitting:
-            what = f"is no Linear with {num_classes} outputs" if options.head in linear else "is no Linear layer of it"
-            raise BadRequest(f"model '{name}': head = '{options.head}' {what}: {_choices(linear, fitting)}")
-        return options.head
+    if settings.head:
+        if settings.head not in fitting:
+            what = f"is no Linear with {num_classes} outputs" if settings.head in linear else "is no Linear layer of it"
+            raise BadRequest(f"model '{name}': head = '{settings.head}' {what}: {_choices(linear, fitting)}")
+        return settings.head
     if not fitting:
         raise BadRequest(f"model '{name}' has no Linear with {num_classes} outputs: {_choices(linear, fitting)}")
     return fitting[-1]
@@ -185,12 +187,12 @@ def _choices(linear: dict[str, nn.Linear], fitting: list[str]) -> str:
     return f"end it with nn.Linear(..., num_classes), or return a SplitModel. Its Linear layers: {sizes}"
 
 
-def _split(name: str, net: nn.Module, num_classes: int, options: ModelOptions) -> SplitModel:
+def _split(name: str, net: nn.Module, num_classes: int, settings: ModelSettings) -> SplitModel:
     """Cut a module into trunk and head; both keep their values."""
     from fedapp.models.split import SplitModel
 
     if isinstance(net, SplitModel):
-        if options.head or options.width:
+        if settings.head or settings.width:
             raise BadRequest(f"model '{name}' is a SplitModel and has a head of its own: leave out head and width")
         if net.num_classes != num_classes:
             raise BadRequest(
@@ -200,7 +202,7 @@ def _split(name: str, net: nn.Module, num_classes: int, options: ModelOptions) -
             )
         net.name = name
         return net
-    path = _head_path(name, net, num_classes, options)
+    path = _head_path(name, net, num_classes, settings)
     old = net.get_submodule(path)
     assert isinstance(old, nn.Linear)
     # A plain layer: the names head.weight and head.bias must be the same in all models.
@@ -212,8 +214,8 @@ def _split(name: str, net: nn.Module, num_classes: int, options: ModelOptions) -
         else:
             head.bias.copy_(old.bias)
     rest: nn.Module = nn.Identity()
-    if options.width:
-        rest, head = nn.Linear(old.in_features, options.width), nn.Linear(options.width, num_classes)
+    if settings.width:
+        rest, head = nn.Linear(old.in_features, settings.width), nn.Linear(settings.width, num_classes)
         if old.bias is None:
             nn.init.zeros_(head.bias)
     if path:
@@ -225,29 +227,31 @@ def _split(name: str, net: nn.Module, num_classes: int, options: ModelOptions) -
 
 
 @functools.lru_cache(maxsize=64)
-def _head_of(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOptions) -> tuple[int, bool]:
+def _head_of(name: str, num_classes: int, shape: tuple[int, ...], settings: ModelSettings) -> tuple[int, bool]:
     """Return the width of the head, and whether the user's layer has no bias."""
     from fedapp.models.split import SplitModel
 
     with seeded(0):
-        net = _made(name, num_classes, shape, options)
+        net = _made(name, num_classes, shape, settings)
         bare = False
         if not isinstance(net, SplitModel):
-            bare = getattr(net.get_submodule(_head_path(name, net, num_classes, options)), "bias", None) is None
-        return _split(name, net, num_classes, options).width, bare
+            bare = getattr(net.get_submodule(_head_path(name, net, num_classes, settings)), "bias", None) is None
+        return _split(name, net, num_classes, settings).width, bare
 
 
-def width(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOptions) -> int:
+def width(name: str, num_classes: int, shape: tuple[int, ...], settings: ModelSettings) -> int:
     """Return the number of features that the head of an own model takes.
 
     Raises
     ------
     BadRequest : it cannot be imported or built, or has no head.
     """
-    return _head_of(name, num_classes, shape, options)[0]
+    return _head_of(name, num_classes, shape, settings)[0]
 
 
-def build(name: str, *, num_classes: int, shape: tuple[int, ...], seed: int, options: ModelOptions) -> SplitModel:
+def build(
+    name: str, *, num_classes: int, shape: tuple[int, ...], seed: int, settings: ModelSettings, unit: bool = False
+) -> SplitModel:
     """Build an own model with random values of `seed`, the head first, as `build_model` does.
 
     Models of the same width, own or of the zoo, therefore start with the same head; a head without bias gets zeros.
@@ -258,24 +262,24 @@ def build(name: str, *, num_classes: int, shape: tuple[int, ...], seed: int, opt
     """
     from fedapp.models.split import SplitModel
 
-    features, bare = _head_of(name, num_classes, shape, options)
+    features, bare = _head_of(name, num_classes, shape, settings)
     with seeded(seed):
         drawn = nn.Linear(features, num_classes)
-        net = _made(name, num_classes, shape, options)
-        if options.weights:
+        net = _made(name, num_classes, shape, settings)
+        if settings.weights:
             split = isinstance(net, SplitModel)
-            head = "head" if split else _head_path(name, net, num_classes, options)
-            weights.fill(name, net, options.weights, head)
-        model = _split(name, net, num_classes, options)
+            head = "head" if split else _head_path(name, net, num_classes, settings)
+            weights.fill(name, net, settings.weights, head)
+        model = _split(name, net, num_classes, settings)
     if model.width != features:
         raise BadRequest(f"model '{name}' has {counted(features, 'feature')} at one call and {model.width} at the next")
     with torch.no_grad():
         model.head.weight.copy_(drawn.weight)
         model.head.bias.copy_(torch.zeros_like(drawn.bias) if bare else drawn.bias)
-    if options.freeze:
-        weights.freeze(name, model, options.freeze)
-    model.unit = options.unit
-    model.features.register_forward_pre_hook(functools.partial(_prepared, options.side))
+    if settings.freeze:
+        weights.freeze(name, model, settings.freeze)
+    model.unit = unit
+    model.features.register_forward_pre_hook(functools.partial(_prepared, side(settings)))
     return model
 
 
@@ -289,7 +293,7 @@ def by_channel(x: Tensor) -> Tensor:
     return x.contiguous().flatten(1).view(x.shape)
 
 
-def check(name: str, x: Tensor, *, num_classes: int, options: ModelOptions) -> None:
+def check(name: str, x: Tensor, *, num_classes: int, settings: ModelSettings) -> None:
     """Try an own model on real rows before anything is trained.
 
     Parameters
@@ -302,10 +306,10 @@ def check(name: str, x: Tensor, *, num_classes: int, options: ModelOptions) -> N
         those of trunk and head; a loss that can be differentiated; initial values that the seed decides.
     """
     shape = tuple(x.shape[1:])
-    _input_shape(name, shape, options)
-    x = by_channel(resized(x, options.side))
+    _input_shape(name, shape, settings)
+    x = by_channel(resized(x, side(settings)))
     with seeded(0):
-        net = _made(name, num_classes, shape, options).eval()
+        net = _made(name, num_classes, shape, settings).eval()
         logits = _logits(name, net, x, num_classes)
         again = _logits(name, net, x, num_classes)
         if not torch.equal(logits, again):
@@ -313,7 +317,7 @@ def check(name: str, x: Tensor, *, num_classes: int, options: ModelOptions) -> N
                 f"model '{name}' returns something else for the same rows in evaluation mode: switch off what is "
                 "random unless self.training"
             )
-        model = _split(name, net, num_classes, replace(options, width=0))
+        model = _split(name, net, num_classes, settings.replaced(width=0))
         with torch.no_grad():
             try:
                 z = model.represent(x)
@@ -335,7 +339,7 @@ def check(name: str, x: Tensor, *, num_classes: int, options: ModelOptions) -> N
                 f"model '{name}': something follows the head (largest difference {gap:.2g}): return logits, or a "
                 "SplitModel, or name the last layer in head"
             )
-    first, second = (build(name, num_classes=num_classes, shape=shape, seed=1, options=options) for _ in range(2))
+    first, second = (build(name, num_classes=num_classes, shape=shape, seed=1, settings=settings) for _ in range(2))
     values, others = first.state_dict(), second.state_dict()
     if values.keys() != others.keys() or not all(torch.equal(v, others[n]) for n, v in values.items()):
         raise BadRequest(f"model '{name}' gets other initial values at each call: draw them with PyTorch alone")

@@ -92,7 +92,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from fedapp.errors import BadRequest, described, suggest
 from fedapp.lazy import nn, torch
 from fedapp.models import own, weights
-from fedapp.models.own import NO_OPTIONS, ModelOptions
+from fedapp.models.own import PLAIN
+from fedapp.settings import ModelSettings
 
 if TYPE_CHECKING:
     from fedapp.models.split import SplitModel
@@ -533,7 +534,7 @@ def _entry(name: str) -> ZooEntry:
     raise BadRequest(f"unknown model '{name}'{hint}: choose from {', '.join(MODEL_NAMES)}")
 
 
-def head_width(name: str, num_classes: int = 0, shape: Shape = (), options: ModelOptions = NO_OPTIONS) -> int:
+def head_width(name: str, num_classes: int = 0, shape: Shape = (), settings: ModelSettings = PLAIN) -> int:
     """Return the number of features that the head of a model takes; models of equal width can share a head.
 
     Only an own model depends on more than its name; it is built once in a process to find out.
@@ -543,7 +544,7 @@ def head_width(name: str, num_classes: int = 0, shape: Shape = (), options: Mode
     BadRequest
         If the name is unknown.
     """
-    return own.width(name, num_classes, shape, options) if own.is_own(name) else _entry(name).width
+    return own.width(name, num_classes, shape, settings) if own.is_own(name) else _entry(name).width
 
 
 def check_model(name: str, shape: Shape) -> None:
@@ -556,7 +557,7 @@ def check_model(name: str, shape: Shape) -> None:
         Whether an own model fits is seen when it is tried (`own.check`).
     """
     if own.is_own(name):
-        own.check_form(name, NO_OPTIONS)
+        own.check_form(name, PLAIN)
         return
     entry = _entry(name)
     if not shape or min(shape) < 1:
@@ -569,7 +570,7 @@ def check_model(name: str, shape: Shape) -> None:
 
 
 def build_model(
-    name: str, *, num_classes: int, shape: Shape, seed: int, options: ModelOptions = NO_OPTIONS
+    name: str, *, num_classes: int, shape: Shape, seed: int, settings: ModelSettings = PLAIN, unit: bool = False
 ) -> SplitModel:
     """Build a model with random initial values.
 
@@ -586,8 +587,10 @@ def build_model(
         Of one sample: (C, H, W) images, (C, T) series, (F,) table rows.
     seed : int
         Seed of the initial values, 0 to 2**64 - 1.
-    options : ModelOptions
+    settings : ModelSettings
         Of own models; those of the zoo take stored weights and frozen layers alone.
+    unit : bool
+        Representations of norm 1 (`SplitModel.unit`).
 
     Returns
     -------
@@ -604,7 +607,7 @@ def build_model(
     if num_classes < 1:
         raise BadRequest(f"a model needs at least 1 class, got {num_classes}; check the labels of the data.")
     if own.is_own(name):
-        return own.build(name, num_classes=num_classes, shape=shape, seed=seed, options=options)
+        return own.build(name, num_classes=num_classes, shape=shape, seed=seed, settings=settings, unit=unit)
     from fedapp.models.split import SplitModel
 
     entry = _ZOO[name]
@@ -613,9 +616,9 @@ def build_model(
         features = nn.Sequential(OrderedDict(entry.stages(shape)))
     activation = nn.ReLU() if entry.relu else nn.Identity()
     model = SplitModel(name=name, features=features, activation=activation, head=head)
-    if options.weights:
-        weights.fill(name, model, options.weights, "head")
-    if options.freeze:
-        weights.freeze(name, model, options.freeze)
-    model.unit = options.unit
+    if settings.weights:
+        weights.fill(name, model, settings.weights, "head")
+    if settings.freeze:
+        weights.freeze(name, model, settings.freeze)
+    model.unit = unit
     return model.to(memory_format=torch.channels_last)

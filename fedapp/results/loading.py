@@ -13,7 +13,6 @@ the global model of the method, as the server published it at the end.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from fedapp.config import RunConfig
 from fedapp.data import datasets
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning.state import StateError, read_safetensors
+from fedapp.models import own
 from fedapp.results.analysis import client_folders
 from fedapp.results.predict import FILES, LoadedModel, read_model
 from fedapp.results.predict import rebuilt as rebuild
@@ -163,7 +163,7 @@ def _client(run: RunResult, config: RunConfig, client: int, point: str, allow: s
         "method": config.federation.method,
         "method-args": config.federation.method_args,
         "model": config.model.name_of(client),
-        "model-options": dataclasses.asdict(config.model_options),
+        "model-options": own.header(config.model, config.privacy.unit_features),
         "made-with": run.versions,
         "when": f"after its last training, in round {header.get('round')}",
     }

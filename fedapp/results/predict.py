@@ -34,7 +34,7 @@ from fedapp.learning.evaluation import BATCH
 from fedapp.learning.state import StateError, read_safetensors, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Scalar
-from fedapp.models import ModelOptions, SplitModel, is_own, own, weights
+from fedapp.models import SplitModel, is_own, own, weights
 from fedapp.models.bounded import Bounded
 from fedapp.tasks import identity
 from fedapp.transport import selection
@@ -84,9 +84,9 @@ def keep(
         "method": config.federation.method,
         "method-args": config.federation.method_args,
         "model": task.model,
-        "model-options": dataclasses.asdict(task.options),
+        "model-options": own.header(task.settings, task.unit),
         "num_classes": task.num_classes,
-        "made-with": made_with(task.model, task.options.weights),
+        "made-with": made_with(task.model, task.settings.weights),
         "client": task.client,
         "round": server_round,
         "scalars": dict(scalars),
@@ -271,14 +271,13 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
         raise BadRequest(
             f"{path}: since the model was trained, these have changed (SHA-256): {other}. Put the former ones back"
         )
-    options = ModelOptions(
-        args=str(given.get("args", "")),
+    settings = own.PLAIN.replaced(
+        model_args=str(given.get("args", "")),
         head=str(given.get("head", "")),
         width=int(given.get("width", 0)),
-        side=int(given.get("side", 0)),
-        unit=bool(given.get("unit", False)),
+        input_size=int(given.get("side", 0)),
     )
-    spec = ModelSpec(name, int(head["num_classes"]), shape, 0, options)
+    spec = ModelSpec(name, int(head["num_classes"]), shape, 0, settings, bool(given.get("unit", False)))
     classes = tuple(map(str, head["classes"]))
     _check_sizes(path, spec, classes, arrays)
     client: type[FedClient] = method.client
@@ -289,12 +288,12 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     lacking = [n for n, _ in model.named_parameters() if n not in arrays]
     if lacking and given.get("freeze"):
         # A server's file has no layers that were never sent: they are those of the stored weights.
-        stored = dataclasses.replace(options, weights=str(given.get("weights", "")), freeze=str(given["freeze"]))
+        stored = settings.replaced(weights=str(given.get("weights", "")), freeze=str(given["freeze"]))
         if stored.weights and identity.changed(noted, {"weights": weights.checksum(stored.weights)}):
             raise BadRequest(
                 f"{path} was made with other weights than {stored.weights} has (SHA-256): put the former file back"
             )
-        model = client.build_model(dataclasses.replace(spec, options=stored), hparams)
+        model = client.build_model(dataclasses.replace(spec, settings=stored), hparams)
         lacking = [n for n in lacking if not selection.matches(n, weights.kept(model))]
     if lacking:
         raise BadRequest(
@@ -337,7 +336,7 @@ def _check_sizes(path: Path, spec: ModelSpec, classes: Sequence[str], arrays: Ar
     rows = [len(arrays[name]) for name in ("head.weight", "head.bias") if name in arrays]
     if {*rows, *([len(classes)] if classes else [])} != {spec.num_classes}:
         raise BadRequest(f"{path} is damaged: its classes do not fit the model")
-    if math.prod(spec.shape) > LARGEST or math.prod((spec.options.side,) * 2) > LARGEST:
+    if math.prod(spec.shape) > LARGEST or math.prod((spec.settings.input_size,) * 2) > LARGEST:
         raise BadRequest(f"{path} is damaged: a sample would have the shape {spec.shape}")
 
 

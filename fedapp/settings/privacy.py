@@ -31,3 +31,8 @@ class PrivacySettings(Group):
     dp_test: bool = Field(
         False, description="noise from the seed, so that a run repeats: no privacy, and refused by real nodes"
     )
+
+    @property
+    def unit_features(self) -> bool:
+        """Whether models scale representations to norm 1, which bounds what one image changes."""
+        return self.dp == "example"

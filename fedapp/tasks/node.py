@@ -36,7 +36,7 @@ from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, counted, plain, suggest
 from fedapp.lazy import torch
 from fedapp.learning.task import Task
-from fedapp.models import MODEL_NAMES, ModelOptions, check_form, check_model, is_own, own
+from fedapp.models import MODEL_NAMES, check_form, check_model, is_own, own
 from fedapp.settings import DataSettings
 from fedapp.tasks import simulated
 from fedapp.tasks.public import node_images
@@ -200,7 +200,7 @@ class Node(BaseModel):
             last = node.partitions - 1
             raise BadRequest(f"node-config: partition-id {node.client} is not among the partitions 0 .. {last}")
         if is_own(node.model):
-            check_form(node.model, ModelOptions())
+            check_form(node.model, own.PLAIN)
         elif node.model and node.model not in MODEL_NAMES:
             raise BadRequest(
                 f"node-config: unknown model '{node.model}'{suggest(node.model, MODEL_NAMES)}: choose from "
@@ -496,7 +496,7 @@ def try_own(task: Task) -> None:
     """
     if is_own(task.model):
         rows = task.x_train[:2].cpu().numpy()
-        simulated.try_model(task.model, rows, task.inputs, task.num_classes, task.options)
+        simulated.try_model(task.model, rows, task.inputs, task.num_classes, task.settings)
 
 
 def fingerprint(classes: tuple[str, ...]) -> str:

@@ -27,7 +27,6 @@ from fedapp.learning import evaluation
 from fedapp.learning.task import Task
 from fedapp.learning.training import class_weights
 from fedapp.models import (
-    ModelOptions,
     build_model,
     check_model,
     default_model,
@@ -36,7 +35,7 @@ from fedapp.models import (
     own,
     weights,
 )
-from fedapp.settings import DataSettings
+from fedapp.settings import DataSettings, ModelSettings
 from fedapp.settings.evaluation import CONFUSION
 from fedapp.tasks.public import PublicSource, draw_images, public_source
 
@@ -356,10 +355,10 @@ def check(config: RunConfig, clients: int) -> FederatedData:
             ) from error
         if is_own(name):
             rows, _ = data.dataset.take(data.partition.clients[client].train[:2])
-            try_model(name, rows, inputs, data.dataset.num_classes, config.model_options)
+            try_model(name, rows, inputs, data.dataset.num_classes, config.model)
     if is_own(config.second_model):
         rows, _ = data.dataset.take(data.partition.clients[0].train[:2])
-        try_model(config.second_model, rows, data.inputs, data.dataset.num_classes, ModelOptions())
+        try_model(config.second_model, rows, data.inputs, data.dataset.num_classes, own.PLAIN)
     if config.second_model and data.dataset.parts:
         _check_second(config, data)
     class_weights(config.training.class_weights, torch.zeros(0, dtype=torch.int64), data.dataset.num_classes)
@@ -398,7 +397,7 @@ def architectures(config: RunConfig, data: FederatedData) -> dict[tuple[str, tup
     return found
 
 
-def try_model(name: str, rows: Samples, inputs: InputSpec, num_classes: int, options: ModelOptions) -> None:
+def try_model(name: str, rows: Samples, inputs: InputSpec, num_classes: int, settings: ModelSettings) -> None:
     """Try an own model on a client's first training rows, raw as in a `Dataset`.
 
     Raises
@@ -406,7 +405,7 @@ def try_model(name: str, rows: Samples, inputs: InputSpec, num_classes: int, opt
     BadRequest : it does not do what a model must; says what to change.
     """
     x = normalise(channels_first(torch.from_numpy(np.array(rows[[0, -1]]))), inputs)
-    own.check(name, x, num_classes=num_classes, options=options)
+    own.check(name, x, num_classes=num_classes, settings=settings)
 
 
 def bf16_works() -> bool:
@@ -507,7 +506,8 @@ def assemble(
         protocols=tuple(p for p in config.evaluation.measured if p != "global"),
         metrics=config.evaluation.further_metrics,
         confusion=config.evaluation.confusion,
-        options=config.model_options,
+        settings=config.model,
+        unit=config.privacy.unit_features,
         privacy=config.mechanism,
         extras=extras,
     )

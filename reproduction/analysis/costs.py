@@ -79,5 +79,5 @@ def head_bytes(run: RunResult) -> tuple[int, int, float]:
         raise Unavailable(f"{run.method} sends other arrays than the head", "fedapp run --method fedclassavg ...")
     name = config.model.names[0]
     data = data_of(run) if is_own(name) else None
-    facts = () if data is None else (data.dataset.num_classes, data.inputs.shape, config.model_options)
+    facts = () if data is None else (data.dataset.num_classes, data.inputs.shape, config.model)
     return head_width(name, *facts), len(run.classes), float(run.summary["bytes_up"])

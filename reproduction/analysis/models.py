@@ -85,7 +85,8 @@ def _model(run: RunResult, name: str, arrays: Arrays, client: int = 0) -> SplitM
     method, hparams = method_of(run)
     data = data_of(run)
     shape = data.size_of(client).shape
-    spec = ModelSpec(name, data.dataset.num_classes, shape, 0, config_of(run).model_options)
+    config = config_of(run)
+    spec = ModelSpec(name, data.dataset.num_classes, shape, 0, config.model, config.privacy.unit_features)
     model: SplitModel = method.client.build_model(spec, hparams)
     try:
         selection.merge(model, arrays)
@@ -115,8 +116,8 @@ def initial_arrays(run: RunResult) -> Arrays:
     method, hparams = method_of(run)
     data, config = data_of(run), config_of(run)
     seed = sampling.server_model_seed(run.seed)
-    options = config.model_options
-    spec = ModelSpec(config.model.names[0], data.dataset.num_classes, data.inputs.shape, seed, options)
+    name, unit = config.model.names[0], config.privacy.unit_features
+    spec = ModelSpec(name, data.dataset.num_classes, data.inputs.shape, seed, config.model, unit)
     arrays: Arrays = method.client.initial_arrays(spec, method, hparams, config.training.buffers)
     return arrays
 

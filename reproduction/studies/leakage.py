@@ -304,7 +304,8 @@ def parts_of(values: Mapping[str, Any]) -> tuple[FederatedData, SplitModel]:
     data = federated(config, config.data.clients)
     net = build_model(
         config.model.model, num_classes=data.dataset.num_classes, shape=data.inputs.shape,
-        seed=sampling.server_model_seed(config.federation.seed), options=config.model_options,
+        seed=sampling.server_model_seed(config.federation.seed), settings=config.model,
+        unit=config.privacy.unit_features,
     )  # fmt: skip
     return data, net.eval()
 

@@ -50,9 +50,10 @@ from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import batched
 from fedapp.method import Arrays, Payload, Reply, ServerContext
-from fedapp.models import ModelOptions, SplitModel, build_model
+from fedapp.models import SplitModel, build_model
 from fedapp.results.directory import write_text
 from fedapp.results.statistics import spread
+from fedapp.settings import ModelSettings
 from reproduction.studies import leakage, secure_sums
 from reproduction.studies.choosing import DOCS, named
 
@@ -372,7 +373,7 @@ def read_persons(data: Path, seed: int, folder: Path) -> Features:
     inputs = InputSpec(x.shape[1:], 1.0, (0.0,) * x.shape[1], (1.0,) * x.shape[1], kind="series")
     net = build_model(
         "cnn1d", num_classes=6, shape=inputs.shape, seed=sampling.server_model_seed(seed),
-        options=ModelOptions(weights=str(out / "models" / "last.safetensors"), unit=True),
+        settings=ModelSettings(weights=str(out / "models" / "last.safetensors")), unit=True,
     )  # fmt: skip
     read = reader(net, inputs)
 
