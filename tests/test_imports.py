@@ -60,6 +60,16 @@ def test_an_import_is_found_in_every_form(program: str) -> None:
     assert "fedapp.engines.gate" in imported(program)
 
 
+def test_every_configuration_has_a_type() -> None:
+    """A function with `config: Any` depends on the configuration, and no import shows it."""
+    folders = ("fedapp", "strategies", "clients", "reproduction", "benchmarks", "tools")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    nodes = [(path, node) for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    given = [(path, node) for path, node in nodes if isinstance(node, ast.arg) and node.arg == "config"]
+    assert given
+    assert not [f"{p}:{n.lineno}" for p, n in given if n.annotation is not None and ast.unparse(n.annotation) == "Any"]
+
+
 def test_every_room_has_a_floor_and_the_top_of_the_package_is_small() -> None:
     assert {room(m) for m in MODULES} - {"fedapp"} == set(FLOOR)
     assert len(list((ROOT / "fedapp").glob("*.py"))) <= 12

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 
@@ -23,6 +23,9 @@ from fedapp.deployment.asgi import Scope, header
 from fedapp.engines import control
 from fedapp.errors import BadRequest
 from fedapp.transport import roster
+
+if TYPE_CHECKING:
+    from flwr.superlink.config_loader import SuperLinkLifespanConfig
 
 KEY, STAMP = 1 << 10, 64
 """Most bytes of the header with a node's key, where the largest curve needs 400, and of the one with the time that it
@@ -193,7 +196,7 @@ def admit(api: control.Control, file: Path, client: int, known: Path, max_exampl
     return node
 
 
-def check_certificate(config: Any, host: str) -> None:
+def check_certificate(config: SuperLinkLifespanConfig, host: str) -> None:
     """Check that the helper process and the operator will trust the server's certificate.
 
     Parameters
@@ -205,6 +208,7 @@ def check_certificate(config: Any, host: str) -> None:
     BadRequest : a file cannot be used, or the certificate is expired, another authority's or for other names.
     """
     files = f"{config.ssl_certfile} with {config.ssl_keyfile} and {config.ssl_ca_certfile}"
+    assert config.ssl_certfile  # `fedapp superlink` starts with TLS only
     try:
         server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         server.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: b"")

@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 import uvicorn
@@ -54,6 +54,9 @@ from fedapp.deployment.layers import LINE, UnavailableMiddleware, narrow
 from fedapp.engines import control
 from fedapp.errors import BadRequest, one_line
 from fedapp.transport import roster
+
+if TYPE_CHECKING:
+    from flwr.superlink.config_loader import SuperLinkLifespanConfig
 
 STARTS = 60.0
 """Seconds until a listener must have started."""
@@ -84,7 +87,7 @@ def _listener(address: str, private: bool) -> socket.socket:
         raise BadRequest(f"cannot listen on {address}: {e}") from e
 
 
-def _configuration(flower: Sequence[str], private: socket.socket) -> Any:
+def _configuration(flower: Sequence[str], private: socket.socket) -> SuperLinkLifespanConfig:
     """Read flower-superlink's options with what a guarded SuperLink always has."""
     proxy = "put a reverse proxy in front of flower-superlink (docker/nginx.conf says what is lacking then)"
     check_flower("fedapp superlink", proxy)
@@ -102,7 +105,9 @@ def _configuration(flower: Sequence[str], private: socket.socket) -> Any:
     sys.argv = ["fedapp superlink", *flower, *always, *ours]
     try:
         # The package exports a function under the module's name, so the module is asked for by its full name.
-        return importlib.import_module("flwr.superlink.cli.flower_superlink")._parse_superlink_lifespan_config()
+        flower_superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
+        config: SuperLinkLifespanConfig = flower_superlink._parse_superlink_lifespan_config()
+        return config
     finally:
         sys.argv = before
 
@@ -163,7 +168,12 @@ class Server(uvicorn.Server):
 
 
 async def _serve(
-    config: Any, inner: socket.socket, outer: socket.socket, secret: Path, max_reply: int, ready: str
+    config: SuperLinkLifespanConfig,
+    inner: socket.socket,
+    outer: socket.socket,
+    secret: Path,
+    max_reply: int,
+    ready: str,
 ) -> int:
     """Run both listeners and the helper process; the first that ends for good ends all. `ready` is printed at last."""
     from flwr.supercore.http_logging import get_uvicorn_log_config

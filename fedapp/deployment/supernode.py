@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -43,6 +43,9 @@ from fedapp.errors import BadRequest, plain
 from fedapp.results.terminal import echo
 from fedapp.tasks import claim
 from fedapp.tasks.node import Node as Place
+
+if TYPE_CHECKING:
+    from flwr.supernode.cli.flower_supernode import SuperNodeLifespanConfig
 
 POLL = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
 """Seconds between two questions of Flower's executor whether a message has come; 1 by default."""
@@ -114,7 +117,7 @@ class Executor:
 
     name = "flower-superexec"
 
-    def __init__(self, config: Any, make_folder: Callable[[], Path]) -> None:
+    def __init__(self, config: SuperNodeLifespanConfig, make_folder: Callable[[], Path]) -> None:
         self._config, self._make_folder = config, make_folder
         self._folder = Path()
         self.process: subprocess.Popen[bytes] | None = None
@@ -125,6 +128,7 @@ class Executor:
 
         self._folder, config = self._make_folder(), self._config
         secret = self._folder / "superexec.secret"
+        assert config.superexec_auth_secret is not None
         write_secret(secret, config.superexec_auth_secret)
         host = f"[{config.host}]" if ":" in config.host else config.host
         ca = config.runtime_root_certificates_path
