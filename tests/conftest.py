@@ -19,7 +19,7 @@ from fedapp.engines import pool
 from fedapp.engines.local import RunResult, run, run_local
 from fedapp.method import Reply
 from fedapp.results import report
-from fedapp.results.figures import Gallery
+from fedapp.results.figures import Gallery, gallery
 from fedapp.tracking import following
 from fedapp.transport.client_manager import ClientManager
 from tests import recorder
@@ -169,7 +169,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     recorder.FAILS.clear()
     own = {"records": ("json", "tests.recorder:Recorder"), "breaks": ("json", "tests.recorder:Breaks")}
     monkeypatch.setattr(following, "OWN", {**following.OWN, **own})
-    monkeypatch.setattr(following, "SECTIONS", ())
+    monkeypatch.setattr(gallery, "FIGURES", {})
     return recorder.TOLD
 
 

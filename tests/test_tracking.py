@@ -23,6 +23,7 @@ from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.results.directory import ANNOUNCED
+from fedapp.results.figures import gallery
 from fedapp.results.runs import RunResult, read_run
 from fedapp.tracking import following
 from fedapp.tracking.base import Tracked
@@ -55,7 +56,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunResult]:
         work = tmp_path_factory.mktemp("work")
         patch.setenv("WANDB_DATA_DIR", str(work / "wandb-data"))
         patch.setenv("WANDB_CACHE_DIR", str(work / "wandb-cache"))
-        patch.setattr(following, "SECTIONS", ("data",))
+        patch.setattr(gallery, "FIGURES", {"labels-heat": gallery.FIGURES["labels-heat"]})
         patch.chdir(work)
         run(**SMALL, rounds=2, track=",".join(LOCAL), out="runs/try")
         patch.chdir(tmp_path_factory.mktemp("elsewhere"))
@@ -240,15 +241,14 @@ def test_a_resumed_run_goes_on_under_its_key_and_doubles_no_step(
     out = tmp_path / "run"
     run(**SMALL, rounds=2, track="records", out=out)
     state = json.loads((out / "tracking.json").read_text())
-    known = {"client": 2, "round": 2, "evaluation": 1, "final_client": 2}
-    assert state == {"records": {"key": "k1", "steps": known, "ended": 2}}
+    assert state == {"records": {"key": "k1", "round": 2}}
     recorded.clear()
     run(resume=out, rounds=3)
     assert recorded[0] == ("begin", "k1") and steps(recorded) == [3] and steps(recorded, "final_client_") == [3]
     assert [t[0] for t in recorded].count("files") and recorded[-1] == ("end", "finished", True, "")
     recorded.clear()
-    run(resume=out, rounds=3)  # nothing is left to do
-    assert recorded == [("begin", "k1"), ("end", "finished", False, "")]
+    run(resume=out, rounds=3)  # nothing is left to do but the last scores
+    assert recorded[0] == ("begin", "k1") and steps(recorded) == steps(recorded, "client_") == []
 
 
 def test_a_run_whose_figures_fail_has_finished_all_the_same(
@@ -283,8 +283,7 @@ def test_a_tracker_that_fails_ends_no_run_and_catches_up(
     told = capsys.readouterr().err
     assert result.ok and told.count("breaks failed") == 1 and "the server is gone" in told
     state = json.loads((out / "tracking.json").read_text())
-    assert state["breaks"]["steps"] == {"client": 1, "round": 1, "evaluation": 1}
-    assert state["records"]["steps"]["round"] == 3
+    assert (state["breaks"]["round"], state["records"]["round"]) == (1, 3)
     assert [t for t in recorded if t[0] == "end"] == [("end", "finished", True, "")]
     recorded.clear()
     FAILS.clear()

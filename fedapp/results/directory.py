@@ -19,7 +19,7 @@
 | `summary.json`      | written last; `ok` says whether the run finished                                       |
 | `progress.jsonl`    | events while the run goes on                                                            |
 | `error.json`        | the first error of a run that failed                                                    |
-| `tracking.json`     | with `track`: how far each tracker is, and under which key it goes on                   |
+| `tracking.json`     | with `track`: the last round of each tracker, and under which key it goes on            |
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Passes what happens in a run on to trackers, in the program that follows the run: the same in every engine.
+"""Passes the events of a run on to trackers, in the program that follows the run: the same in every engine.
 
-Trackers listen to the events that the server sends. `tracking.json` in the run directory keeps, for each of them, the
-key under which a resumed run goes on and the last step of each series, so that no step is tracked twice. Rounds that a
-tracker has not seen, because it was added later or had failed, are read from the run directory's tables.
+Trackers listen to the events that the server sends. `tracking.json` in the run directory keeps for each of them the key
+under which a resumed run goes on, and the last round that it has. Later rounds, which a tracker lacks because it was
+added afterwards or had failed, are read from the run directory's tables.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ OWN = {
 }
 """The trackers of fedapp: the library that each needs, which is the name of its extra too, and its class."""
 STATE = "tracking.json"
-SECTIONS = ("data", "scores", "heads", "cost")
-"""Sections of the report whose figures are drawn from tables and heads within a second or two."""
 TABLES = (
     "config.toml", "versions.json", "rounds.csv", "clients.csv", "evaluations.csv", "final.csv", "unseen.csv",
     "dropped.csv", "blocked.csv", "summary.json", "error.json", "data_card.json", "partition.npz",
     "final_confusion.npz",
 )  # fmt: skip
-HIDDEN = ("kind", "time", "round")
-"""What events and tables hold beside numbers of a step."""
+HIDDEN = ("kind", "time", "round", "rounds")
+"""Entries of events and tables that are not numbers of a round."""
 
 
 def names(text: str) -> list[str]:
@@ -58,7 +56,7 @@ def check(text: str) -> None:
     """
     for name in names(text):
         if name not in OWN:
-            _added(name).load()
+            _class(name)
             continue
         found = importlib.util.find_spec(OWN[name][0])
         # A folder of the library's name, such as the one that wandb makes, is a package of nothing.
@@ -66,18 +64,19 @@ def check(text: str) -> None:
             raise BadRequest(f"track = '{name}' needs a library: pip install 'fedapp[{name}]'")
 
 
-def _added(name: str) -> plugins.Entry:
+def _class(name: str) -> type[Tracker]:
+    """Import a tracker."""
+    found: type[Tracker]
+    if name in OWN:
+        found = plugins.imported(OWN[name][1], name)
+        return found
     if name in (problems := plugins.problems("trackers", OWN)):
         raise BadRequest(problems[name])
     added = plugins.entries("trackers", OWN)
     if name not in added:
         known = (*OWN, *added)
         raise BadRequest(f"track: unknown tracker '{name}'{suggest(name, known)}: choose from {', '.join(known)}")
-    return added[name]
-
-
-def _class(name: str) -> type[Tracker]:
-    found: type[Tracker] = plugins.imported(OWN[name][1], name) if name in OWN else _added(name).load()
+    found = added[name].load()
     return found
 
 
@@ -119,7 +118,6 @@ class Trackers:
         self.working: dict[str, Tracker] = {}
         self.state: dict[str, Any] = {}
         self.many = False
-        self.ended = False
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event."""
@@ -135,14 +133,21 @@ class Trackers:
         if kind == "start":
             self._begin(int(event["done"]), int(event["clients"]))
         elif kind == "round":
-            self._log("round", int(event["round"]), {f"round/{k}": v for k, v in event.items() if k != "rounds"})
+            self._log(int(event["round"]), _by_name("round", event))
+            for name in self.working:
+                self.state[name]["round"] = int(event["round"])
+            write_json(self.out / STATE, self.state)
         elif kind == "evaluated":
-            self._log("evaluation", int(event["round"]), {f"evaluation/{k}": v for k, v in event.items()})
-        elif kind == "clients":
+            self._log(int(event["round"]), _by_name("evaluation", event))
+        elif kind == "clients" and not self.many:
             series = "final_client" if event["final"] else "client"
-            self._log(series, int(event["round"]), _by_client(series, event["rows"]))
+            self._log(int(event["round"]), _by_client(series, event["rows"]))
         elif kind == "end":
-            self._finish(event["summary"])
+            try:
+                self._attach()
+            except Exception as e:  # a full disk, say: the run has finished all the same
+                self.tell(f"not all figures and files are tracked: {type(e).__name__}: {e}")
+            self.end("finished", dict(flattened(event["summary"])))
         elif kind == "failed":
             stopped = str(event["message"]).startswith("KeyboardInterrupt")
             self.end("interrupted" if stopped else "failed", error="" if stopped else str(event["message"]))
@@ -154,20 +159,18 @@ class Trackers:
         elif kind == "warning":
             sys.stderr.write(f"fedapp: {text}\n")
 
-    def _each(self, do: Callable[[str, Tracker], None]) -> None:
-        """Do something with each tracker; one that fails is left out from then on, with one warning."""
+    def _each(self, do: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self.working.items()):
-            try:
-                do(name, tracker)
-            except Exception as e:
-                del self.working[name]
-                self._failed(name, e)
+            self._attempt(name, partial(do, tracker))
 
-    def _failed(self, name: str, error: Exception) -> None:
-        told = raised(error)[:600]
-        self.tell(f"{name} failed, the run goes on without it ({told}); fedapp track {self.out} --to {name} catches up")
-
-    # ---- the life of a run -------------------------------------------------------------------------------------------
+    def _attempt(self, name: str, do: Callable[[], None]) -> None:
+        """Call a tracker; one that fails is left out from then on, with one warning."""
+        try:
+            do()
+        except Exception as e:
+            self.working.pop(name, None)
+            why = f"{name} failed, the run goes on without it ({raised(e)[:600]})"
+            self.tell(f"{why}; fedapp track {self.out} --to {name} catches up")
 
     def _begin(self, done: int, clients: int) -> None:
         self.many = clients > MOST_CURVES
@@ -177,104 +180,56 @@ class Trackers:
             self.state = read_json(self.out / STATE)
         except BadRequest as e:
             self.tell(f"{e}: trackers begin anew")
-        facts = self.out, short_name(self.out), settings(self.config, self.out), tags(self.config, self.out)
         for name in names(self.config.storage.track):
-            known = self.state.setdefault(name, {"key": "", "steps": {}})
-            try:
-                step = max(known["steps"].values(), default=0)
-                tracker = _class(name)(Tracked(*facts, key=str(known["key"]), step=step))
-            except Exception as e:
-                self._failed(name, e)
-                continue
-            self.working[name] = tracker
-            known["key"] = tracker.key
-            if tracker.where:
-                self.tell(f"{name}: {tracker.where}", "tracking")
-        self._keep()
-        for series, step, scores in history(self.out, done):
-            self._log(series, step, scores)
+            self._attempt(name, partial(self._start, name, done))
+        write_json(self.out / STATE, self.state)
 
-    def _keep(self) -> None:
-        try:
-            write_json(self.out / STATE, self.state)
-        except OSError as e:
-            self.tell(f"{self.out / STATE} cannot be written ({e.strerror}): a resumed run may be tracked twice")
+    def _start(self, name: str, done: int) -> None:
+        """Start a tracker, and give it the rounds up to `done` that it lacks."""
+        known = self.state.setdefault(name, {"key": ""})
+        facts = self.out, short_name(self.out), settings(self.config, self.out), tags(self.config, self.out)
+        last = int(known.setdefault("round", 0))
+        tracker = self.working[name] = _class(name)(Tracked(*facts, key=str(known["key"]), step=last))
+        known["key"] = tracker.key
+        if tracker.where:
+            self.tell(f"{name}: {tracker.where}", "tracking")
+        for step, scores in history(self.out, last, done, self.many):
+            tracker.log(step, scores)
+        known["round"] = max(last, done)
 
-    def _log(self, series: str, step: int, scores: Mapping[str, Any]) -> None:
-        if self.many and "client" in series:
-            return
-        finite = {k: float(v) for k, v in scores.items() if k.rpartition("/")[2] not in HIDDEN and _finite(v)}
-        steps = {name: self.state[name]["steps"] for name in self.working}
-        before = {name: known.get(series, 0) for name, known in steps.items() if known.get(series, 0) < step}
-        if not finite or not before:
-            return
-        # Kept first: a process that is killed in between leaves out a step of a tracker, and doubles none.
-        for name in before:
-            steps[name][series] = step
-        self._keep()
-        failed = []
-
-        def log(name: str, tracker: Tracker) -> None:
-            if name in before:
-                try:
-                    tracker.log(step, finite)
-                except Exception:
-                    steps[name][series] = before[name]
-                    failed.append(name)
-                    raise
-
-        self._each(log)
-        if failed:
-            self._keep()
-
-    def _finish(self, summary: Mapping[str, Any]) -> None:
-        last = {name: self.state[name]["steps"].get("round", 0) for name in self.working}
-        # What a tracker has of the end of this round is not given to it again.
-        again = {name: self.working.pop(name) for name in last if self.state[name].get("ended") == last[name]}
-        try:
-            self._attach()
-        except Exception as e:  # a full disk, say: the run has finished all the same
-            self.tell(f"not all figures and files are tracked: {type(e).__name__}: {e}")
-        self._each(lambda name, tracker: tracker.end("finished", dict(flattened(summary)), ""))
-        for name in self.working:
-            self.state[name]["ended"] = last[name]
-        self._keep()
-        self.working = again
-        self.end("finished")
+    def _log(self, step: int, scores: Mapping[str, float]) -> None:
+        if scores:
+            self._each(lambda tracker: tracker.log(step, scores))
 
     def _attach(self) -> None:
         """Pass on the figures, the tables and the models of a run that has finished."""
-        from fedapp.results.figures.gallery import FIGURES
+        if not self.working:
+            return
+        from fedapp.results.figures.gallery import of_run
 
-        run = RunResult(self.out)
-        with tempfile.TemporaryDirectory(prefix="fedapp-") as folder:
-            for name, (section, *_) in FIGURES.items():
-                if section in SECTIONS and self.working:
-                    self._figure(name, run, Path(folder))
         tables = [f for name in TABLES if (f := self.out / name).is_file()]
         models = sorted(f for f in (self.out / "models").rglob("*.safetensors") if f.is_file())
-        self._each(lambda name, tracker: tracker.files("tables", tables))
-        if models:
-            self._each(lambda name, tracker: tracker.files("models", models))
-        elif self.working:
+        # Figures that the run has no data for are left out; the report says why.
+        drawings = of_run(RunResult(self.out)).drawings
+        with tempfile.TemporaryDirectory(prefix="fedapp-") as folder:
+            for drawing in drawings:
+                (Path(folder) / f"{drawing.id}.png").write_bytes(drawing.png(dpi=120))
+
+            def attach(tracker: Tracker) -> None:
+                for drawing in drawings:
+                    tracker.figure(drawing.id, drawing.title, Path(folder) / f"{drawing.id}.png")
+                tracker.files("tables", tables)
+                if models:
+                    tracker.files("models", models)
+
+            self._each(attach)
+        if not models:
             self.tell("this machine has no models of the run, so they are not tracked", "tracking")
-
-    def _figure(self, name: str, run: RunResult, folder: Path) -> None:
-        from fedapp.results.figures import Gallery
-
-        gallery = Gallery()  # what the run has no data for is left out; the report says why
-        gallery.add_known(name, [run])
-        for drawing in gallery.drawings:
-            file = folder / f"{drawing.id}.png"
-            file.write_bytes(drawing.png(dpi=120))
-            self._each(partial(_figure, drawing, file))
 
     def end(self, status: str, summary: Mapping[str, float] | None = None, error: str = "") -> None:
         """End all trackers; what follows has no effect."""
-        if not self.ended:
-            self.ended = True
-            self._each(lambda name, tracker: tracker.end(status, summary or {}, error))
-            self.working = {}
+        self._each(lambda tracker: tracker.end(status, summary or {}, error))
+        self.working = {}
 
 
 def track(run: RunResult, to: str, listener: Listener | None) -> None:
@@ -303,10 +258,6 @@ def track(run: RunResult, to: str, listener: Listener | None) -> None:
         trackers.end("failed" if message else "interrupted", error=message)
 
 
-def _figure(drawing: Any, file: Path, name: str, tracker: Tracker) -> None:
-    tracker.figure(drawing.id, drawing.title, file)
-
-
 # ---- what is tracked -------------------------------------------------------------------------------------------------
 
 
@@ -314,26 +265,34 @@ def _finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _by_client(prefix: str, rows: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
+def _by_name(series: str, row: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the finite numbers of a round, `round/train_loss`."""
+    return {f"{series}/{k}": float(v) for k, v in row.items() if k not in HIDDEN and _finite(v)}
+
+
+def _by_client(series: str, rows: Mapping[Any, Mapping[Any, Any]]) -> dict[str, float]:
+    """Return the finite scores of clients, `client_trained_accuracy/3`."""
     return {
-        f"{prefix}_{column}/{client}": value
+        f"{series}_{column}/{client}": float(value)
         for client, row in rows.items()
         for column, value in row.items()
-        if column.endswith(TRACKED)
+        if column.endswith(TRACKED) and _finite(value)
     }
 
 
-def history(out: Path, last: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield series, step and numbers of the rounds up to `last` that a run directory holds."""
-    tables = {name: read_table(out / f"{name}.csv") for name in ("rounds", "clients", "evaluations")}
-    for series, name in (("round", "rounds"), ("evaluation", "evaluations")):
-        for row in tables[name].to_dict("records"):
-            if row["round"] <= last:
-                yield series, int(row["round"]), {f"{series}/{k}": v for k, v in row.items()}
-    clients = tables["clients"]
-    for step, rows in clients.groupby("round") if len(clients) else ():
-        if step <= last:
-            yield "client", int(step), _by_client("client", {r["client"]: r for r in rows.to_dict("records")})
+def history(out: Path, last: int, done: int, many: bool) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield the rounds after `last` up to `done` that a run directory holds; of `many` clients no single ones.
+
+    The evaluation of the round `last` follows that round, so a tracker may lack it: it is among them.
+    """
+    for series, name, first in (("round", "rounds", last + 1), ("evaluation", "evaluations", last)):
+        for row in read_table(out / f"{name}.csv").to_dict("records"):
+            if first <= row["round"] <= done:
+                yield int(row["round"]), _by_name(series, row)
+    clients = read_table(out / "clients.csv")
+    for step, rows in clients.groupby("round") if len(clients) and not many else ():
+        if last < step <= done:
+            yield int(step), _by_client("client", rows.set_index("client").to_dict("index"))
 
 
 def short_name(out: Path) -> str:
