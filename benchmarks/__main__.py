@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu, machine, overhead, report, rounds, server
+from benchmarks import machine, overhead, report, rounds, server
 from fedapp.engines.resources import usable_cores
 
 Keep = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -61,7 +61,7 @@ def measure(
         sections["A round of federated learning"] = report.rounds_table(times, peaks)
         keep(figures, sections)
     if "gpu" in parts and (small or torch.cuda.is_available()):
-        shared = gpu.measure(folder / "gpu", data, scale, workers=(1,) if small else gpu.WORKERS)
+        shared = rounds.clients_per_second(folder / "gpu", data, scale, (1,) if small else rounds.GPU_WORKERS)
         figures |= {f"gpu_clients_per_second_{n}": statistics.median(rates) for n, rates in shared.items()}
         sections["Clients per second on a GPU"] = report.gpu_table(shared)
         keep(figures, sections)

@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 
 from benchmarks import memory
+from benchmarks.pages import markdown
 from benchmarks.rounds import submit
 from fedapp.cli.options import collect
 from fedapp.config import from_flat
@@ -149,12 +150,11 @@ def measure(
     """Run one point; `name` is `ray` or `local`."""
     out = folder / "out"
     data = images(folder / "data", clients, each, side)
+    flat = configuration(data, out, clients, a_round, rounds, **values)
     if name == "local":
         marks = Marks(lambda: [psutil.Process()])
-        flat = configuration(data, out, clients, a_round, rounds, **values)
         engine.run_local(from_flat(flat), marks)
         return marks.point(name, flat, a_round, 0)
-    flat = configuration(data, out, clients, a_round, rounds, **values)
     with launch.Session() as session:
         marks = Marks(session._processes.alive)
         handle = submit(session, flat)
@@ -167,17 +167,15 @@ def measure(
 
 def table(points: list[Point]) -> str:
     """Return the points as a table of Markdown."""
-    lines = [
-        "| engine | clients | a round | start s | round s | last scores s | over ten rounds | memory MB, peak |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows = []
     for p in points:
         cells = [f"{wall:.2f} ({cpu:.2f})" for wall, cpu in
                  ((p.start, p.start_cpu), (p.round, p.round_cpu), (p.final, p.final_cpu))]  # fmt: skip
         share = f"{p.final_cpu / (10 * p.round_cpu):.2f}" if p.round_cpu else "-"
         held = f"{p.early / 1e6:,.0f} to {p.late / 1e6:,.0f}, {p.peak / 1e6:,.0f}"
-        lines.append(f"| {p.engine} | {p.clients:,} | {p.a_round} | {' | '.join(cells)} | {share} | {held} |")
-    return "\n".join(lines)
+        rows.append((p.engine, f"{p.clients:,}", p.a_round, *cells, share, held))
+    heads = "engine|clients:|a round:|start s:|round s:|last scores s:|over ten rounds:|memory MB, peak:"
+    return "\n".join(markdown(heads, rows))
 
 
 def main() -> None:

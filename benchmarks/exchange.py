@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from flwr.app.message import make_message
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.run import RunNotRunningException
 
+from benchmarks.pages import markdown
 from fedapp import process
 from tests.deployment import NODES, Deployment, connected, deployed, until
 
@@ -186,35 +187,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\n{psutil.cpu_count()} cores of {process.processor()}; load {psutil.getloadavg()[1]:.1f} at the end")
 
 
-def of_requests(found: dict[str, dict[str, list[float]]]) -> Iterator[str]:
-    """Yield the lines of the table of single requests."""
-    yield "| request | flower-superlink, ms | fedapp superlink, ms | difference, ms: median (min to max of turns) |"
-    yield "|---|---:|---:|---:|"
+def of_requests(found: dict[str, dict[str, list[float]]]) -> list[str]:
+    """Return the table of single requests."""
+    rows = []
     for kind, of in found.items():
         more = [1000 * (a - b) for a, b in zip(of["fedapp"], of["flower"], strict=True)]
-        flower, fedapp = (1000 * statistics.median(of[name]) for name in ("flower", "fedapp"))
-        yield (
-            f"| {kind} | {flower:.2f} | {fedapp:.2f} "
-            f"| {statistics.median(more):.2f} ({min(more):.2f} to {max(more):.2f}) |"
-        )
+        both = (f"{1000 * statistics.median(of[name]):.2f}" for name in ("flower", "fedapp"))
+        rows.append((kind, *both, f"{statistics.median(more):.2f} ({min(more):.2f} to {max(more):.2f})"))
+    heads = "request|flower-superlink, ms:|fedapp superlink, ms:|difference, ms: median (min to max of turns):"
+    return markdown(heads, rows)
 
 
-def table(turns: dict[str, list[Turn]]) -> Iterator[str]:
-    """Yield the lines of two tables."""
-    yield "| nodes | seconds a round, median | min to max | rounds | processor seconds a message |"
-    yield "|---|---:|---:|---:|---:|"
+def table(turns: dict[str, list[Turn]]) -> list[str]:
+    """Return the lines of two tables."""
+    rows = []
     for name, done in turns.items():
         found = [took for turn in done for took in turn.seconds]
         each = sum(turn.used.get(MESSAGES, 0.0) for turn in done) / max(1, sum(turn.messages for turn in done))
         spread = f"{min(found):.2f} to {max(found):.2f}"
-        yield f"| `{name}` | {statistics.median(found):.2f} | {spread} | {len(found)} | {each:.2f} |"
+        rows.append((f"`{name}`", f"{statistics.median(found):.2f}", spread, len(found), f"{each:.2f}"))
+    rounds = markdown("nodes|seconds a round, median:|min to max:|rounds:|processor seconds a message:", rows)
     kinds = sorted({kind for done in turns.values() for turn in done for kind in turn.used})
-    yield ""
-    yield "| processor seconds of a run | " + " | ".join(f"`{name}`" for name in turns) + " |"
-    yield "|---|" + "---:|" * len(turns)
-    for kind in kinds:
-        means = [statistics.mean(turn.used.get(kind, 0.0) for turn in done) for done in turns.values()]
-        yield f"| {kind} | " + " | ".join(f"{mean:.1f}" for mean in means) + " |"
+    means = [
+        (kind, *(f"{statistics.mean(turn.used.get(kind, 0.0) for turn in done):.1f}" for done in turns.values()))
+        for kind in kinds
+    ]
+    heads = "|".join(["processor seconds of a run", *(f"`{name}`:" for name in turns)])
+    return [*rounds, "", *markdown(heads, means)]
 
 
 if __name__ == "__main__":

@@ -17,14 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import strategies
-from benchmarks import padded
+from benchmarks import clients, padded
 from benchmarks.rounds import between_rounds, submit
 from fedapp import registry, server_app
 from fedapp.client_app import app as client_app
-from fedapp.engines import local as engine
 from fedapp.engines import superlink as launch
 from fedapp.engines.control import stage
 from fedapp.process import high_water
@@ -66,27 +63,11 @@ CASES = [
 SMALL = [Case("20kb", 4, 4, 3), Case("20kb", 8, 4, 3)]
 
 
-def tiny_images(folder: Path, clients: int) -> Path:
-    """Write random images of 8 x 8 pixels: for each client four training images and one test image."""
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 256, (5 * clients, 8, 8, 1), dtype=np.uint8)
-    y = np.arange(len(x)) % 10
-    cut = 4 * clients
-    np.savez(folder / "tiny.npz", x_train=x[:cut], y_train=y[:cut], x_test=x[cut:], y_test=y[cut:])
-    return folder
-
-
 def configuration(case: Case, data: Path, out: Path) -> dict[str, Any]:
     """Return the flat run-config of a case."""
-    values = {
-        "dataset": "npz", "data-dir": str(data), "model": "digits-c",
-        "clients": case.clients, "fraction-train": case.sample / case.clients, "partition": "iid", "min-samples": 1,
-        "batch-size": 4, "local-epochs": 1, "num-server-rounds": case.rounds, "protocols": "received,trained",
-        "augment": "none",
-    }  # fmt: skip
-    method = {"method": "padded", "method-args": f"numbers={SIZES[case.size] // 4 - HEAD}"}
-    return engine.prepare(values, out).to_flat() | method
+    values = {"method": "fedavg", "protocols": "received,trained", "augment": "none"}
+    flat = clients.configuration(data, out, case.clients, case.sample, case.rounds, **values)
+    return {**flat, "method": "padded", "method-args": f"numbers={SIZES[case.size] // 4 - HEAD}"}
 
 
 class _Enough(Exception):
@@ -136,7 +117,7 @@ def measure(folder: Path, cases: list[Case], ray: bool) -> tuple[dict[str, list[
     peaks: dict[str, int] = {}
     for case in cases:
         out = folder / "out"
-        data = tiny_images(folder / case.key, case.clients)
+        data = clients.images(folder / case.key, case.clients, (4, 1))
         flat = configuration(case, data, out)
         found[case.key], peaks[case.key] = ray_rounds(app, case, flat, out) if ray else local_rounds(app, flat, out)
         sys.stderr.write(f"{case.key} {statistics.median(found[case.key]):.3g} s a round\n")

@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import shutil
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -139,6 +139,24 @@ class Visits:
             self.peak = self.peak or watch.peak
         if not outcome.ok:
             raise RuntimeError(f"the benchmark's run failed: {outcome.status} {outcome.error} {outcome.log_tail}")
+
+
+GPU_WORKERS = (1, 2, 4, 8)
+
+
+def clients_per_second(folder: Path, data: Path | None, scale: Scale, workers: Sequence[int]) -> dict[int, list[float]]:
+    """Return the floor's clients per second in every counted round, by the number of processes that share a GPU.
+
+    The best number of clients at a time depends on the GPU.
+    """
+    data = data or random_images(folder / "data", scale.images)
+    config = configuration(data, folder / "run", scale, method="fedavg")
+    found = {}
+    for count in workers:
+        with Floor(config, count) as floor:
+            seconds = alternate({"round": floor.round}, scale.repeats).seconds["round"]
+        found[count] = [scale.clients / s for s in seconds]
+    return found
 
 
 _reference = functools.cache(Reference)

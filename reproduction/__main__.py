@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -103,7 +103,7 @@ def study(
     if name not in STUDIES:
         raise BadRequest(f"no study '{name}'{suggest(name, STUDIES)} (python -m reproduction study lists them all)")
     sys.argv = [f"python -m reproduction study {name}", *context.args]
-    runpy.run_module(f"reproduction.studies.{name}", run_name="__main__", alter_sys=True)
+    raise typer.Exit(importlib.import_module(f"reproduction.studies.{name}").main() or 0)
 
 
 if __name__ == "__main__":

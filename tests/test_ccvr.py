@@ -39,7 +39,7 @@ from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.selection import extract
-from reproduction.analysis.models import global_model
+from reproduction.figures.models import global_model
 from strategies.ccvr import CCVR, retrain
 from tests import handmade
 from tests.handmade import deterministic, guard

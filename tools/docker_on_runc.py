@@ -196,37 +196,25 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="docker compose")
     parser.add_argument("-f", type=Path, required=True)
     parser.add_argument("-p", required=True)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("build").add_argument("service")
-    up = commands.add_parser("up")
-    up.add_argument("-d", action="store_true", required=True)
-    up.add_argument("--wait", action="store_true", required=True)
-    up.add_argument("services", nargs="*")
-    execute = commands.add_parser("exec")
-    execute.add_argument("-T", action="store_true", required=True)
-    execute.add_argument("service")
-    execute.add_argument("words", nargs=argparse.REMAINDER)
-    kill = commands.add_parser("kill")
-    kill.add_argument("--signal", required=True)
-    kill.add_argument("service")
-    commands.add_parser("logs").add_argument("--tail", type=int, required=True)
-    down = commands.add_parser("down")
-    down.add_argument("--volumes", action="store_true", required=True)
-    down.add_argument("--timeout")
+    parser.add_argument("command", choices=("build", "up", "exec", "kill", "logs", "down"))
+    parser.add_argument("words", nargs=argparse.REMAINDER)
     given = parser.parse_args(words[1:])
     project = Project(given.f, given.p)
-    if given.command == "build":
-        project.build(given.service)
-    elif given.command == "up":
-        project.up(given.services)
-    elif given.command == "exec":
-        return project.execute(given.service, given.words)
-    elif given.command == "kill":
-        call("runc", "kill", project.container(given.service), given.signal)
-    elif given.command == "logs":
-        project.logs(given.tail)
-    else:
-        project.down()
+    match given.command, *given.words:
+        case "build", service:
+            project.build(service)
+        case "up", "-d", "--wait", *services:
+            project.up(services)
+        case "exec", "-T", service, *command:
+            return project.execute(service, command)
+        case "kill", "--signal", signal, service:
+            call("runc", "kill", project.container(service), signal)
+        case "logs", "--tail", lines:
+            project.logs(int(lines))
+        case "down", "--volumes", *_:
+            project.down()
+        case _:
+            parser.error(f"{given.command} {' '.join(given.words)} is not taken over")
     return 0
 
 

@@ -1,31 +1,142 @@
-"""Figures of the clients' heads: norms of their rows, label shares, and who learns from whom."""
+"""Figures of the clients' heads: norms of their rows by round, by batch and after further training, and label shares.
+
+| symbol (cwFedAvg) | here                                   |
+|-------------------|----------------------------------------|
+| p_i               | `label_shares`                         |
+| p~_i (Eq. 4)      | `norm_distribution` of a client's head |
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fedapp.core.classwise import norm_distribution
+from fedapp.learning.state import read_head_norms
+from fedapp.learning.training import Batch
+from fedapp.method import Payload
 from fedapp.results import analysis
-from fedapp.results.analysis import Unavailable
+from fedapp.results.analysis import (
+    Unavailable,
+    client_arrays,
+    client_folders,
+    config_of,
+    method_of,
+    server_state,
+)
 from fedapp.results.figures import scores
 from fedapp.results.figures.heads import cross_entropy, loss_words
 from fedapp.results.figures.pieces import Array, Curve
 from fedapp.results.figures.plots import curves
 from fedapp.results.figures.scores import by_method, mean_curve
 from fedapp.results.figures.words import Runs, Words, each, percent
-from fedapp.results.runs import RunResult
-from fedapp.results.statistics import within_rows
-from reproduction.analysis import heads
+from fedapp.results.runs import RUN_MARK, RunResult
+from fedapp.results.statistics import Floats, Ints, within_rows
+from fedapp.tasks import simulated as tasks
 from reproduction.figures import maps, plots
+from reproduction.figures.models import data_of, global_arrays, initial_arrays
+
+
+def head_norm_history(run: RunResult) -> dict[int, tuple[Ints, Floats]]:
+    """Return the row norms of the clients' heads over rounds: {client: (rounds (T,), norms (T, C))}.
+
+    Each client records them beside its own state, on its own disk. They are never sent.
+    """
+    found: dict[int, tuple[Ints, Floats]] = {}
+    for client, folder in client_folders(run).items():
+        rounds, norms = read_head_norms(folder, str(run.versions.get("run", "")))
+        if len(rounds):
+            found[client] = rounds, norms.astype(np.float64)
+    if not found:
+        raise Unavailable("the clients' records of head norms are missing", f"fedapp run {run.out / RUN_MARK}")
+    return found
+
+
+def _trained_again(run: RunResult, client: int, payload: Payload, server_round: int) -> Floats:
+    """Train one client again; return the norms of its head's rows before every step and after the last, (T + 1, C)."""
+    config, (method, hparams) = config_of(run), method_of(run)
+    data_of(run)  # the partition must still be that of the run
+    task = tasks.simulated_task(config, client, len(run.counts), torch.device("cpu"))
+    again = method.client(task, method, hparams)
+    plain, norms = again.step_loss, []
+
+    def note() -> None:
+        norms.append(again.model.head.weight.detach().double().norm(dim=1).numpy().copy())
+
+    def step_loss(batch: Batch) -> Tensor:
+        note()
+        loss: Tensor = plain(batch)
+        return loss
+
+    again.step_loss = step_loss
+    again.train_round(payload, server_round)
+    note()
+    return np.stack(norms)
+
+
+def first_round(run: RunResult, client: int) -> Floats:
+    """Return p~ of a client before every batch of round 1 and after the last, (T + 1, C) (cwFedAvg, Fig. 2).
+
+    The client's first round is trained again, from the initial model of the run. Rows sum to 1.
+    """
+    norms = _trained_again(run, client, Payload(common=initial_arrays(run)), 1)
+    shares: Floats = norms / norms.sum(axis=1, keepdims=True)
+    return shares
+
+
+def fine_tuned(run: RunResult) -> tuple[list[int], Floats, Floats]:
+    """Return client ids, the row norms of the last global head (C,), and those after local training from it (K, C).
+
+    Every client is trained once more, as in the round after the last.
+
+    Raises
+    ------
+    Unavailable : the method has no global model.
+    """
+    arrays = global_arrays(run, calibrated=False)
+    before: NDArray[np.float64] = np.linalg.norm(arrays["head.weight"].astype(np.float64), axis=1)
+    ids = list(client_arrays(run))
+    rounds = int(run.rounds["round"].max()) + 1
+    tuned = [_trained_again(run, c, Payload(common=arrays), rounds)[-1] for c in ids]
+    return ids, before, np.stack(tuned)
+
+
+def class_global_norms(run: RunResult) -> Floats:
+    """Return the row norms of the K class-specific global models' heads (cwFedAvg, Eq. 5): (K, C), one row per model.
+
+    Raises
+    ------
+    Unavailable : the run is not one of cwFedAvg, or averages the head as FedAvg does.
+    """
+    from strategies.cwfedavg import class_models
+
+    models = class_models(dict(server_state(run))) if run.method == "cwfedavg" else []
+    if not models or "head.weight" not in models[0]:
+        raise Unavailable(f"{run.label} has no global models by class", "fedapp run --method cwfedavg ...")
+    return np.stack([np.linalg.norm(m["head.weight"].astype(np.float64), axis=1) for m in models])
+
+
+def server_bytes(run: RunResult) -> int:
+    """Return the bytes of all arrays that the server keeps after the last round."""
+
+    def size(value: Any) -> int:
+        if isinstance(value, np.ndarray):
+            return int(value.nbytes)
+        return sum(map(size, value.values())) if isinstance(value, Mapping) else 0
+
+    return size(server_state(run))
 
 
 def norm_evolution(runs: Runs, clients: int = 6) -> Words:
     """Draw p~ over rounds, one panel per client, with p at the edge; by batch: `batch_evolution`."""
     run = runs[0]
-    history = heads.head_norm_history(run)
+    history = head_norm_history(run)
     if max(len(rounds) for rounds, _ in history.values()) < 2:
         raise Unavailable(
             "there is only one round, and an evolution needs two", f"fedapp run --resume {run.out} --rounds 10"
@@ -75,10 +186,10 @@ def batch_evolution(runs: Runs) -> Words:
     runs = sorted(runs, key=lambda r: r.method == "cwfedavg")[:3]
     shares = analysis.label_shares(runs[0])
     client = int(runs[0].counts.sum(axis=1).argmax())  # the one with the most batches
-    found = each(runs, lambda run: heads.first_round(run, client))
+    found = each(runs, lambda run: first_round(run, client))
     points = {}
     for run in runs:
-        first = {c: n[0] for c, (t, n) in heads.head_norm_history(run).items() if t[0] == 1}
+        first = {c: n[0] for c, (t, n) in head_norm_history(run).items() if t[0] == 1}
         pt = np.stack([n / n.sum() for n in first.values()])
         points[run.label] = (analysis.label_shares(run)[list(first)], pt)
     said = "; ".join(f"{n}: R = {np.linalg.norm(p - q, axis=1).mean():.3f}" for n, (p, q) in points.items())
@@ -106,7 +217,7 @@ def personalisation_maps(runs: Runs) -> Words:
     ordered = sorted(runs, key=lambda r: order.index(r.method if r.method in order else ""))
     for label, (run, *_) in by_method(ordered).items():
         if run.method == "fedavg":
-            ids, before, after = heads.fine_tuned(run)
+            ids, before, after = fine_tuned(run)
             panels[label] = (np.tile(before, (len(ids), 1)), "client", ids)
             panels[f"{label}, fine-tuned"] = (after, "client", ids)
             panels["difference"] = (after - before, "client", ids)
@@ -116,7 +227,7 @@ def personalisation_maps(runs: Runs) -> Words:
         panels[label] = (norms, "client", ids)
         said[label] = within_rows(shares[ids], norms)
         if run.method == "cwfedavg" and "class models" not in panels:
-            panels["class models"] = (heads.class_global_norms(run), "global model of class", classes)
+            panels["class models"] = (class_global_norms(run), "global model of class", classes)
     if len(panels) < 2:
         raise Unavailable("no run has heads to draw", "fedapp compare --methods fedavg,cwfedavg ...")
     words = ", ".join(f"{name} {value:.2f}" for name, value in said.items())
@@ -180,7 +291,7 @@ def regularisation(runs: Runs) -> Words:
 def server_memory(runs: Runs) -> Words:
     """Draw the bytes of arrays that the server keeps between rounds (cwFedAvg, supplement)."""
     found = {label: members[0] for label, members in by_method(runs).items()}
-    size = each(list(found.values()), heads.server_bytes)
+    size = each(list(found.values()), server_bytes)
     said = ", ".join(f"{label} {n / 1e6:.2f} MB" for label, n in size.items())
     return (
         "Arrays that the server keeps after the last round, in megabytes (10^6 bytes). cwFedAvg keeps for its "

@@ -19,6 +19,7 @@ from fedapp.results.figures.style import MUTED, Drawing, one_look_each
 from fedapp.results.figures.words import Runs, Words, title_of, titled
 from fedapp.results.runs import RunResult, labelled, read
 from reproduction.figures import accuracy, calibration, costs, heads, pathways, representations
+from reproduction.figures.inversion import DRAWN
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,11 @@ PAPERS: dict[str, PaperFigure] = {
     ),
     "ccvr-7": PaperFigure("Virtual samples per class", "runs with one global model", calibration.samples_sweep),
     "ccvr-8": PaperFigure(
-        "Images recovered from features", "one run with one global model", calibration.inversion_of_features,
+        "Images recovered from features", "one run with one global model", partial(calibration.inverted, counts=(1,)),
     ),
     "ccvr-9": PaperFigure(
-        "Images recovered from class means", "one run with one global model", calibration.inversion_of_means,
+        "Images recovered from class means", "one run with one global model",
+        partial(calibration.inverted, counts=(3, 10, DRAWN)),
     ),
     "ccvr-10": PaperFigure(
         "Norms of the global head before and after calibration", "runs of ccvr with several bases",

@@ -1,15 +1,166 @@
-"""FedClassAvg's figures of representations; `reproduction/analysis/representations.py` computes them."""
+"""FedClassAvg's figures of representations: where clients place the same images, and which units they use for them."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from fedapp.learning.evaluation import batched
+from fedapp.models import SplitModel
+from fedapp.results.analysis import Unavailable
 from fedapp.results.figures.words import Runs, Words, each
-from reproduction.analysis import representations
-from reproduction.analysis.models import data_of
+from fedapp.results.runs import RunResult
+from fedapp.results.statistics import Floats, Ints, mean_and_std
 from reproduction.figures import maps, plots
+from reproduction.figures.models import client_models, data_of, inputs_of, probe, represent
+
+
+def _of_one_width(models: Mapping[int, SplitModel]) -> None:
+    """Refuse models whose representations have different widths."""
+    widths = {m.width for m in models.values()}
+    if len(widths) > 1:
+        raise Unavailable(f"the clients' representations have different widths ({sorted(widths)})")
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """Representations of the same test images by clients, in two dimensions (FedClassAvg, Fig. 8).
+
+    Attributes
+    ----------
+    points : (n, 2).   label, client : (n,).
+    silhouette_label, silhouette_client : mean silhouette of the representations themselves (not of the picture), by
+        class and by client, in -1..1: high by class and low by client where clients agree.
+    """
+
+    points: Floats
+    label: Ints
+    client: Ints
+    silhouette_label: float
+    silhouette_client: float
+
+
+def embed(rows: NDArray[Any], seed: int) -> Floats:
+    """Return the t-SNE (n, 2) of rows (n, d): started at the principal components, perplexity at most 30, seeded."""
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
+
+    if len(rows) < 5:
+        raise Unavailable(f"{len(rows)} points are too few for t-SNE")
+    perplexity = min(30.0, (len(rows) - 1) / 3)
+    tsne = TSNE(2, perplexity=perplexity, init="pca", random_state=seed % 2**32, n_jobs=1, max_iter=500)
+    # sklearn brings a thread pool of its own, and several threads wait for each other longer than they help.
+    with threadpool_limits(limits=1):
+        points: Floats = np.asarray(tsne.fit_transform(np.asarray(rows, dtype=np.float32)), dtype=np.float64)
+    return points
+
+
+def client_embedding(run: RunResult, clients: int | None = 8, points: int = 1200, activated: bool = True) -> Embedding:
+    """Embed the representations of the same test images by the trained trunks of clients.
+
+    Parameters
+    ----------
+    clients : how many at most, by id; None = all.   points : images times clients, 20 images at least.
+    activated : what the head sees; False = the trunk's output before the ReLU, as in the paper's Fig. 8.
+    """
+    from sklearn.metrics import silhouette_score
+
+    models = client_models(run, clients)
+    _of_one_width(models)
+    x, y = probe(run, max(20, points // len(models)))
+    # Clients train to representations of different length. At one scale, what differs is their shape.
+    rows = np.concatenate([_at_unit_scale(represent(run, m, x, activated)) for m in models.values()])
+    label = np.tile(y, len(models))
+    client = np.repeat(list(models), len(y))
+    by_label = float(silhouette_score(rows, label)) if len(set(y)) > 1 else float("nan")
+    by_client = float(silhouette_score(rows, client)) if len(models) > 1 else float("nan")
+    return Embedding(embed(rows, run.seed), label, client, by_label, by_client)
+
+
+def _at_unit_scale(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    length = float(np.sqrt((rows.astype(np.float64) ** 2).sum(axis=1).mean()))
+    return rows / np.float32(length) if length > 0 else rows
+
+
+@dataclass(frozen=True, eq=False)
+class Conductance:
+    """How clients that classify one image correctly use the units before the head (FedClassAvg, Fig. 9).
+
+    Attributes
+    ----------
+    clients : ids.   ranks : (K, d) ranks 0 .. d-1 of the units' conductance per client, ties at their mean.
+    label : class of the image.   agreement : mean Spearman correlation over pairs of clients.
+    image : (H, W, C) uint8.
+    """
+
+    clients: list[int]
+    ranks: Floats
+    label: int
+    agreement: float
+    image: NDArray[np.uint8]
+
+
+def unit_conductance(model: SplitModel, x: Tensor, baseline: Tensor, target: int) -> Floats:
+    """Layer conductance of the units that the head sees, for one normalised image, (d,).
+
+    For the logit c of a linear head on z = represent(x) the path integral has a closed form, whatever the trunk:
+    W_cj (z_j(x) - z_j(x0)); it sums to the difference of the logits.
+
+    Parameters
+    ----------
+    x, baseline : (1, C, H, W) float32, the image and where the path starts.
+    """
+    with torch.inference_mode():
+        step = (model.represent(x) - model.represent(baseline))[0].double()
+        values: Floats = (model.head.weight[target].double() * step).numpy()
+    return values
+
+
+def right_clients(run: RunResult, images: int = 200) -> tuple[list[int], NDArray[np.bool_]]:
+    """Return client ids, and which probe images each client's trained model classifies correctly (K, n).
+
+    Runs of one data set, partition and seed have the same images.
+    """
+    models = client_models(run)
+    _of_one_width(models)
+    x, y = probe(run, images)
+    inputs = inputs_of(run)
+    return list(models), np.stack([batched(m, x, inputs).argmax(1).numpy() == y for m in models.values()])
+
+
+def ranked_units(run: RunResult, chosen: int, right: tuple[list[int], NDArray[np.bool_]]) -> Conductance:
+    """Rank units by conductance at the first eight clients that classify one image correctly.
+
+    The path starts at the mean image (zeros after normalisation), which is captum's default.
+
+    Parameters
+    ----------
+    chosen : the image's place among the probe images.   right : what `right_clients` returned.
+    """
+    from scipy.stats import rankdata, spearmanr
+
+    from fedapp.data.transforms import channels_first, normalise
+
+    known, table = right
+    ids = [c for c, ok in zip(known, table[:, chosen]) if ok][:8]
+    if len(ids) < 2:
+        raise Unavailable("no test image is classified correctly by two clients")
+    x, y = probe(run, table.shape[1])
+    models = client_models(run)
+    image = normalise(channels_first(x[chosen : chosen + 1]), inputs_of(run))
+    rows = np.stack(
+        [rankdata(unit_conductance(models[c], image, torch.zeros_like(image), int(y[chosen]))) - 1 for c in ids]
+    )
+    agreement, _ = mean_and_std(spearmanr(a, b).statistic for a, b in itertools.combinations(rows, 2))
+    return Conductance(ids, rows, int(y[chosen]), agreement, x[chosen].numpy())
 
 
 def embedding(runs: Runs, whole: bool = False) -> Words:
@@ -19,9 +170,9 @@ def embedding(runs: Runs, whole: bool = False) -> Words:
     ----------
     whole : as in the paper: all clients, and the trunk's output before the ReLU.
     """
-    draw = partial(representations.client_embedding, points=1200 if len(runs) == 1 else 800)
+    draw = partial(client_embedding, points=1200 if len(runs) == 1 else 800)
     if whole:
-        draw = partial(representations.client_embedding, clients=None, points=2000, activated=False)
+        draw = partial(client_embedding, clients=None, points=2000, activated=False)
     found = each(runs, draw)
     rows = {n: (e.points, {"by class": e.label, "by client": e.client}) for n, e in found.items()}
     said = "; ".join(
@@ -41,9 +192,9 @@ def embedding(runs: Runs, whole: bool = False) -> Words:
 def conductance(runs: Runs) -> Words:
     """Which units clients use for one image (FedClassAvg, Fig. 9)."""
     base = runs[0]
-    right = each(runs, representations.right_clients)
+    right = each(runs, right_clients)
     best = int(np.min([table.sum(axis=0) for _, table in right.values()], axis=0).argmax())
-    found = {r.label: representations.conductance(r, best, right[r.label]) for r in runs if r.label in right}
+    found = {r.label: ranked_units(r, best, right[r.label]) for r in runs if r.label in right}
     first = next(iter(found.values()))
     said = "; ".join(f"{n}: {c.agreement:.2f}" for n, c in found.items())
     image = first.image / data_of(base).dataset.scale

@@ -71,6 +71,8 @@ SETTINGS: dict[str, Any] = {
     "dataset": "digits", "clients": CLIENTS, "num-server-rounds": 8, "protocols": "received",
     "final-training": False, "min-replies": 0.7,
 }  # fmt: skip
+FACTORS = {"sign": -1, "times-10": -10, "times1000": 1000, "backdoor": 10}
+"""Of a liar's own update."""
 ON_DATA = ("flip", "count", "backdoor")
 ON_STATISTICS = ("permute", "swap", "shift", "wide")
 CLAIMED = 10**9
@@ -98,14 +100,8 @@ def poisoned(task: Task, attack: str) -> Task:
 
 def lie(attack: str, own: Vector, honest: NDArray[np.float64]) -> Vector:
     """Return a liar's update (D,), made of its own and of those of the honest clients (K, D)."""
-    if attack == "sign":
-        return -own
-    if attack == "times-10":
-        return -10 * own
-    if attack == "times1000":
-        return 1000 * own
-    if attack == "backdoor":
-        return 10 * own
+    if attack in FACTORS:
+        return FACTORS[attack] * own
     if attack == "huge":
         return np.where(own < 0, -3e38, 3e38)
     mean, spread = honest.mean(axis=0), honest.std(axis=0)
@@ -408,7 +404,3 @@ def fill(known: dict[str, Any], args: argparse.Namespace, folder: Path) -> None:
         sys.stdout.write(f"{name}: {known['runs'][name]}\n")
         sys.stdout.flush()
         write_text(args.file, json.dumps(known, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

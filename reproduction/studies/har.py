@@ -121,7 +121,3 @@ def main() -> int:
         else:
             sys.stdout.write("\n".join([*lines, "", ""]))
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -94,7 +94,3 @@ def main() -> None:
     for seed in range(args.seeds):
         received, trained = scores(args.data, seed, args.start)
         print(f"seed {seed}: received {received:.1f}, trained {trained:.1f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -80,7 +80,3 @@ def main() -> None:
             with kept.open("a", encoding="utf-8") as f:
                 f.write(json.dumps({"settings": settings, "seed": seed, "scores": done[seed]}) + "\n")
     print(table([done[seed] for seed in range(given.seeds)]))
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ on what leaks. This command prints:
    mean. This image is compared with the nearest of the n real ones. The baseline is the class's average image, which
    the label alone gives.
 4. The same without any image: the server optimises an image until its representation is the mean
-   (`reproduction/analysis/inversion.py`).
+   (`reproduction/figures/inversion.py`).
 
 `attacks` are those of docs/privacy.md, before and after noise, on whole models, heads and statistics
 (`python -m reproduction study privacy`):
@@ -66,7 +66,7 @@ from fedapp.results.statistics import Floats
 from fedapp.tasks.simulated import FederatedData, federated
 from fedapp.transport import records
 from fedapp.transport.local_grid import LocalGrid
-from reproduction.analysis import inversion
+from reproduction.figures import inversion
 
 CLIENTS = 10
 
@@ -516,7 +516,3 @@ def main() -> None:
             for line in part(Path(folder)):
                 sys.stdout.write(line + "\n")
                 sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

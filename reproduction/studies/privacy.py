@@ -13,7 +13,6 @@ score of a run with these keys. Noise on the sum: each client adds its share of 
 `attacks` and `cost` : see `reproduction/studies/leakage.py` and `reproduction/studies/secure_sums.py`.
 
 What the tables need is kept in docs/privacy.json. Without `--data` nothing is measured, and the tables are made of it.
-The file is long because each of these questions has a part of its own that measures it and one that writes its table.
 """
 
 from __future__ import annotations
@@ -151,7 +150,6 @@ def extractor(data: Path, source: Source, seed: int, folder: Path) -> Path:
 
     The run is FedAvg with one client: 3 rounds of one epoch at the method's defaults.
     """
-    out = folder / f"{source.public}-{source.side}-s{seed}"
     where: dict[str, Any] = {"dataset": source.public, "data_dir": str(data)}
     if source.side:
         small = folder / f"{source.public}-{source.side}.npz"
@@ -159,9 +157,15 @@ def extractor(data: Path, source: Source, seed: int, folder: Path) -> Path:
             with np.load(data / f"{source.public}.npz") as stored:
                 np.savez(small, x=shrunk(stored["x_train"], source.side), y=stored["y_train"])
         where = {"dataset": "npz", "data_dir": str(small)}
+    out = folder / f"{source.public}-{source.side}-s{seed}"
+    return trained(out, model=source.model, rounds=3, seed=seed, data_fraction=0.1, **where)
+
+
+def trained(out: Path, **values: Any) -> Path:
+    """Train a model by FedAvg with one client, and return its file of weights."""
     engines.run(
-        out=out, method="fedavg", model=source.model, clients=1, partition="iid", rounds=3, local_epochs=1, seed=seed,
-        data_fraction=0.1, protocols="global", final_training=False, keep_models=False, **where,
+        out=out, method="fedavg", clients=1, partition="iid", local_epochs=1, protocols="global", final_training=False,
+        keep_models=False, **values,
     )  # fmt: skip
     return out / "models" / "last.safetensors"
 
@@ -313,7 +317,7 @@ def by_steps(method: str, epsilon: float, seed: int, folder: Path) -> float:
     noise: dict[str, Any] = {} if math.isinf(epsilon) else {"dp": "sgd", "dp_epsilon": epsilon, "dp_delta": DELTA}
     out = folder / f"{method}-{epsilon:g}-{seed}"
     found = engines.run(out=out, method=method, seed=seed, **STEPS_OF, **noise)
-    return float(found.summary["accuracy"]["trained"]["last"])
+    return round(float(found.summary["accuracy"]["trained"]["last"]), 4)
 
 
 def sgd_table(found: Mapping[str, Sequence[float]]) -> list[str]:
@@ -362,18 +366,15 @@ def read_persons(data: Path, seed: int, folder: Path) -> Features:
         x, y, person = stored["x"][rows], stored["y"][rows], stored["client"][rows]
     people = sampling.rng(seed, "privacy-benchmark").permutation(np.unique(person))
     public, scored, clients = np.split(people, [PUBLIC, PUBLIC + VALIDATION])
-    own, out = folder / f"har-s{seed}.npz", folder / f"har-s{seed}"
+    own = folder / f"har-s{seed}.npz"
     taken = np.isin(person, public)
     np.savez(own, x=x[taken], y=y[taken])
-    engines.run(
-        out=out, method="fedavg", model="cnn1d", dataset="npz", data_dir=str(own), clients=1, partition="iid",
-        rounds=5, local_epochs=1, seed=seed, normalise="none", protocols="global", final_training=False,
-        keep_models=False,
-    )  # fmt: skip
+    about: dict[str, Any] = {"dataset": "npz", "data_dir": str(own), "normalise": "none"}
+    weights = trained(folder / f"har-s{seed}", model="cnn1d", rounds=5, seed=seed, **about)
     inputs = InputSpec(x.shape[1:], 1.0, (0.0,) * x.shape[1], (1.0,) * x.shape[1], kind="series")
     net = build_model(
         "cnn1d", num_classes=6, shape=inputs.shape, seed=sampling.server_model_seed(seed),
-        settings=ModelSettings(weights=str(out / "models" / "last.safetensors")), unit=True,
+        settings=ModelSettings(weights=str(weights)), unit=True,
     )  # fmt: skip
     read = reader(net, inputs)
 
@@ -384,8 +385,8 @@ def read_persons(data: Path, seed: int, folder: Path) -> Features:
     return Features([of(p) for p in clients[:CLIENTS]], of(scored), head_of(net), 6)
 
 
-def compared(features: Features, seed: int) -> dict[str, list[float]]:
-    """Return by method, beta and floor the accuracies at all places and epsilons; the noise is drawn alike."""
+def compared(features: Features, seed: int) -> dict[str, float]:
+    """Return by method, beta and floor the mean accuracy over places and epsilons; the noise is drawn alike."""
     scores: dict[str, list[float]] = {}
     for method in ("fed3r", "lda", "ccvr"):
         squares = METHODS[method][2]
@@ -401,7 +402,7 @@ def compared(features: Features, seed: int) -> dict[str, list[float]]:
                         with least(floor * edge(joint, noise, CLIENTS)):
                             score = accuracy(method, features, answers, noise, seed)
                         scores.setdefault(f"{method} {beta:g} {floor:g}", []).append(score)
-    return scores
+    return {name: float(np.mean(values)) for name, values in scores.items()}
 
 
 def best(scores: Mapping[str, Sequence[float]], methods: Sequence[str]) -> tuple[float, float]:
@@ -558,36 +559,27 @@ def about(part: str, made: Mapping[str, Any]) -> str:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def fill(
-    kept: dict[str, Any], part: str, data: Path, seeds: Sequence[int], folder: Path, save: Callable[[], None]
-) -> None:
-    """Measure one part; what is known is saved after each seed."""
+def measure(part: str, data: Path, seeds: Sequence[int], folder: Path) -> Any:
+    """Return what the table of one part needs, with a list over the seeds for each score."""
     if part == "cost":
-        kept["cost"] = costs()
-    elif part == "attacks":
-        kept["attacks"] = leakage.attacks(seeds, extractor(data, SOURCES["digits"], 0, folder))
-    elif part == "sgd":
-        kept["sgd"] = {}
-        for method in TRAINED:
-            for epsilon in SGD_EPSILONS:
-                scores = [round(by_steps(method, epsilon, seed, folder), 4) for seed in seeds]
-                kept["sgd"][f"{method} {epsilon:g}"] = scores
-                save()
-    elif part == "choice":
-        kept["choice"] = {}
-        for seed in seeds:
-            for name, values in compared(read_persons(data, seed, folder), seed).items():
-                kept["choice"].setdefault(name, []).append(round(float(np.mean(values)), 4))
-            save()
-    else:
-        kept["accuracy"] = {}
-        for dataset, source in SOURCES.items():
-            for seed in seeds:
-                features = read_features(data, dataset, extractor(data, source, seed, folder), seed)
-                for name, score in measured(features, SHOWN, seed).items():
-                    kept["accuracy"].setdefault(dataset, {}).setdefault(name, []).append(round(score, 4))
-                save()
-    save()
+        return costs()
+    if part == "attacks":
+        return leakage.attacks(seeds, extractor(data, SOURCES["digits"], 0, folder))
+    if part == "sgd":
+        return {f"{m} {e:g}": [by_steps(m, e, s, folder) for s in seeds] for m in TRAINED for e in SGD_EPSILONS}
+    if part == "choice":
+        return by_name([compared(read_persons(data, seed, folder), seed) for seed in seeds])
+
+    def scores(dataset: str, seed: int) -> dict[str, float]:
+        weights = extractor(data, SOURCES[dataset], seed, folder)
+        return measured(read_features(data, dataset, weights, seed), SHOWN, seed)
+
+    return {dataset: by_name([scores(dataset, seed) for seed in seeds]) for dataset in SOURCES}
+
+
+def by_name(scores: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return each score of several seeds, four digits of each."""
+    return {name: [round(one[name], 4) for one in scores] for name in scores[0]}
 
 
 PARTS = ("choice", "accuracy", "sgd", "attacks", "cost")
@@ -603,26 +595,18 @@ def main() -> int:
     parser.add_argument("--doc", type=Path, default=DOCS / "privacy.md", help="(default: %(default)s)")
     args = parser.parse_args()
     kept: dict[str, Any] = json.loads(args.kept.read_text(encoding="utf-8")) if args.kept.is_file() else {}
-
-    def save() -> None:
-        write_text(args.kept, json.dumps(kept, indent=1) + "\n")
-
     try:
         parts, seeds = named(args.only, PARTS, "part"), [int(seed) for seed in args.seeds.split(",")]
         if args.data is not None:
             torch.set_num_threads(1)
             for part in parts:
                 with tempfile.TemporaryDirectory() as folder:
-                    fill(kept, part, args.data.absolute(), seeds, Path(folder), save)
+                    kept[part] = measure(part, args.data.absolute(), seeds, Path(folder))
                 made = {"machine": machine.describe()["processor"], "seeds": seeds}
                 kept.setdefault("made", {})[part] = made
-                save()
+                write_text(args.kept, json.dumps(kept, indent=1) + "\n")
         args.doc.write_text(page(args.doc.read_text(encoding="utf-8"), kept), encoding="utf-8")
     except BadRequest as e:
         sys.stderr.write(f"privacy: {e}\n")
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -137,7 +137,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         server = f"{1000 * (best['add'] + best['open']):.0f} ms"
         cells = [clients, threshold(clients, DROPOUT), *(size[n] for n in ("plain", "hidden", "up", "down")), *steps]
         print("| " + " | ".join(map(str, [*cells, server])) + " |")
-
-
-if __name__ == "__main__":
-    main()

@@ -162,7 +162,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as name:
         for line in measure(given.pairs, Path(name), given.only):
             print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

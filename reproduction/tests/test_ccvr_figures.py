@@ -18,11 +18,9 @@ from fedapp.models import SplitModel, build_model
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures.words import percent
 from fedapp.results.runs import RunResult, labelled, read_run
-from reproduction.analysis import calibration, inversion, models
-from reproduction.analysis.heads import head_norm_history
-from reproduction.figures import calibration as figures
-from reproduction.figures import papers, plots
+from reproduction.figures import calibration, inversion, models, papers, plots
 from reproduction.figures.calibration import by_name
+from reproduction.figures.heads import head_norm_history
 
 SMALL: dict[str, Any] = {
     "method": "ccvr", "dataset": "digits", "data_fraction": 0.3, "clients": 3, "rounds": 2, "local_epochs": 1,
@@ -70,7 +68,7 @@ def test_runs_that_train_the_same_model_count_once(runs: list[RunResult], monkey
     same = [replace(runs[0]), replace(runs[0])]
     for data, args in zip(same, ("samples=50 epochs=60 transform=none", "samples=2000 base=fedavg oracle=true")):
         data.flat.update({"method-args": args})
-    _, alt, figure = figures.samples_sweep([runs[0], *same, runs[2]])
+    _, alt, figure = calibration.samples_sweep([runs[0], *same, runs[2]])
     assert len(asked) == 2 and "moon" in asked[1]
     assert "fedavg, dirichlet, alpha 0.2: 50.0 % as trained, 75.0 % with 50" in alt and "moon, dirichlet" in alt
     assert [line.get_label() for line in figure.axes[0].containers] == ["fedavg", "moon"]
@@ -93,7 +91,7 @@ def test_a_legend_of_long_names_stays_on_the_figure() -> None:
 def test_norms_before_training_are_those_of_the_head_that_all_start_from(tmp_path: Path) -> None:
     """With steps of almost no length the heads after round 1 are still the first one."""
     run(**{**SMALL, "method": "fedavg", "lr": 1e-9, "momentum": 0.0, "out": tmp_path / "run"})
-    ids, norms = calibration.norms_by_round(read_run(tmp_path / "run"))
+    ids, norms = calibration.norms_of(read_run(tmp_path / "run"))
     assert ids == [0, 1, 2] and list(norms) == ["before training", "round 1", "round 2"]
     np.testing.assert_allclose(norms["before training"], norms["round 1"], rtol=1e-5)
     assert np.ptp(norms["before training"][0]) > 0.01
@@ -102,13 +100,13 @@ def test_norms_before_training_are_those_of_the_head_that_all_start_from(tmp_pat
 def test_without_a_common_head_there_are_no_norms_before_training(tmp_path: Path) -> None:
     run(**{**SMALL, "method": "local", "rounds": 1, "out": tmp_path / "run"})
     with pytest.raises(Unavailable, match="starts from a head of its own"):
-        calibration.norms_by_round(read_run(tmp_path / "run"))
+        calibration.norms_of(read_run(tmp_path / "run"))
 
 
 def test_norms_by_round_are_the_recorded_ones(tmp_path: Path) -> None:
     run(**{**SMALL, "method": "fedavg", "rounds": 4, "fraction_train": 0.34, "out": tmp_path / "run"})
     data = read_run(tmp_path / "run")
-    _, norms = calibration.norms_by_round(data)
+    _, norms = calibration.norms_of(data)
     history = head_norm_history(data)
     drawn = [set(data.clients.query("round == @t")["client"]) for t in (1, 2, 3, 4)]
     for row, (client, (rounds, values)) in enumerate(history.items()):
@@ -122,7 +120,7 @@ def test_norms_by_round_are_the_recorded_ones(tmp_path: Path) -> None:
 
 
 def test_the_upper_bound_is_calibration_on_all_real_features(runs: list[RunResult]) -> None:
-    caption, alt, _ = figures.separability(runs)
+    caption, alt, _ = calibration.separability(runs)
     for data, name in zip((runs[0], runs[2]), ("fedavg", "moon")):
         found = calibration.calibration_sweep(data, (0, 100), (0,))
         x, y = data_of_test(data)
@@ -146,7 +144,7 @@ def data_of_test(data: RunResult) -> tuple[torch.Tensor, torch.Tensor]:
 def test_fewer_real_features_lie_between(runs: list[RunResult]) -> None:
     found = calibration.calibration_sweep(runs[0], (0,), (5, 0))
     assert found.accuracy[0] < found.oracle[5] <= found.oracle[0] + 0.05
-    _, alt, figure = figures.real_sweep(runs[:1])
+    _, alt, figure = calibration.real_sweep(runs[:1])
     whole = found.images // 10
     assert f"{percent(found.oracle[0])} with {whole} images" in alt
     assert next(t.get_text() for t in figure.axes[0].get_xticklabels()) == "0"

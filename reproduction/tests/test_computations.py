@@ -17,7 +17,7 @@ from fedapp.engines.local import run
 from fedapp.models import build_model
 from fedapp.results.analysis import Unavailable, head_norms
 from fedapp.results.runs import RunResult, read_run
-from reproduction.analysis import calibration, heads, models, representations
+from reproduction.figures import calibration, heads, models, representations
 from tests.conftest import SMALL
 from tests.test_core_virtual import MU_1, SIGMA_0, SIGMA_1
 from tests.test_figures import files
@@ -118,7 +118,7 @@ def test_conductance_against_captum() -> None:
 
 def test_ranks_are_of_the_units_and_clients_that_are_right(cw: RunResult) -> None:
     ids, right = representations.right_clients(cw, 50)
-    found = representations.conductance(cw, int(right.sum(axis=0).argmax()), (ids, right))
+    found = representations.ranked_units(cw, int(right.sum(axis=0).argmax()), (ids, right))
     best = right.sum(axis=0).max()
     assert len(found.clients) == min(8, best) >= 2
     assert found.ranks.shape == (len(found.clients), 64)
@@ -197,12 +197,12 @@ def test_head_norms_before_and_after_calibration(ccvr: RunResult) -> None:
 
 
 def test_predictions_before_and_after_are_the_two_heads(ccvr: RunResult) -> None:
-    found = calibration.calibration_embedding(ccvr, points=150)
+    _, found = calibration.calibration_embedding(ccvr, points=150)
     x, y = models.probe(ccvr, 150)
-    np.testing.assert_array_equal(found.label, y)
+    np.testing.assert_array_equal(found["truth"], y)
     model = models.global_model(ccvr, calibrated=False)
     z = models.represent(ccvr, model, x)
-    for predicted, calibrated in ((found.before, False), (found.after, True)):
+    for predicted, calibrated in ((found["before"], False), (found["after"], True)):
         arrays = models.global_arrays(ccvr, calibrated)
         np.testing.assert_array_equal(predicted, (z @ arrays["head.weight"].T + arrays["head.bias"]).argmax(axis=1))
 
@@ -241,11 +241,11 @@ def test_separability_is_the_mean_over_pairs(form: Form) -> None:
         found = {c: (mean, np.diag(variances)) for c, (mean, variances) in found.items()}
     pairs = ((0, 1), (0, 3), (1, 3))
     distances = [np.sqrt(sliced_wasserstein(found[i], found[j], directions).mean()) for i, j in pairs]
-    assert calibration.separability(statistics, seed=4, directions=20) == pytest.approx(np.mean(distances), rel=1e-12)
+    assert calibration.class_distance(statistics, seed=4, directions=20) == pytest.approx(np.mean(distances), rel=1e-12)
 
 
 def test_separability_needs_two_classes() -> None:
     two = moments(np.array([[0.0], [0.0], [3.0], [3.0]]), np.array([0, 0, 1, 1]), 3)
-    assert calibration.separability(two, 0) == pytest.approx(3.0)
+    assert calibration.class_distance(two, 0) == pytest.approx(3.0)
     with pytest.raises(ValueError, match="two classes, got 1"):
-        calibration.separability(moments(np.ones((2, 2)), np.zeros(2, dtype=int), 3), 0)
+        calibration.class_distance(moments(np.ones((2, 2)), np.zeros(2, dtype=int), 3), 0)

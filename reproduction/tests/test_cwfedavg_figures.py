@@ -20,9 +20,7 @@ from fedapp.results.analysis import Unavailable
 from fedapp.results.figures.heads import training_loss
 from fedapp.results.runs import RunResult, read_comparison, read_run
 from fedapp.transport import checkpoint
-from reproduction.analysis import heads
-from reproduction.figures import heads as drawn
-from reproduction.figures import papers, pathways
+from reproduction.figures import heads, papers, pathways
 from strategies.cwfedavg import METHOD
 from tests.handmade import digit_tasks, full_batch, images, whole
 
@@ -128,12 +126,12 @@ def test_figure_4_draws_the_loss_and_not_the_accuracy(folder: Path) -> None:
 
 def test_loss_figures_name_the_runs_whose_loss_has_further_terms(folder: Path, tmp_path: Path) -> None:
     plain = read_comparison(folder).runs
-    for draw in (training_loss, drawn.client_loss):
+    for draw in (training_loss, heads.client_loss):
         assert draw(plain)[0].startswith("Cross-entropy of the local training. "), "cwFedAvg reports it apart from WDR"
     for method in ("fedprox", "fedamp", "fedclassavg", "lgfedavg"):
         run(**{**SMALL, "rounds": 1, "method": method, "out": tmp_path / method})
     more = [read_run(tmp_path / name) for name in ("fedprox", "fedamp", "lgfedavg", "fedclassavg")]
-    for draw in (training_loss, drawn.client_loss):
+    for draw in (training_loss, heads.client_loss):
         caption = draw([*plain, *more])[0]
         assert "; of fedprox, fedamp, fedclassavg the whole loss, with the terms that the method adds." in caption
 
@@ -159,7 +157,7 @@ def test_every_figure_is_drawn_from_a_folder_of_runs(name: str, folder: Path, tm
 
 
 def test_maps_show_fedavg_before_and_after_tuning_and_their_difference(folder: Path, fedavg: RunResult) -> None:
-    _, _, figure = drawn.personalisation_maps([r for r in read_comparison(folder).runs if "lam=0" not in r.label])
+    _, _, figure = heads.personalisation_maps([r for r in read_comparison(folder).runs if "lam=0" not in r.label])
     titled = {axes.get_title("left"): axes for axes in figure.axes if axes.get_title("left")}
     maps = {title: np.asarray(axes.images[0].get_array()) for title, axes in titled.items()}
     cwfedavg = next(title for title in maps if title.startswith("cwfedavg"))
@@ -175,7 +173,7 @@ def test_maps_show_fedavg_before_and_after_tuning_and_their_difference(folder: P
 def test_figure_5_needs_two_values_of_lambda(folder: Path, cw: RunResult) -> None:
     with pytest.raises(BadRequest, match="not two values of lam"):
         papers.draw("cwfedavg-5", [cw.out])
-    _, alt, _ = drawn.regularisation(read_comparison(folder).runs)
+    _, alt, _ = heads.regularisation(read_comparison(folder).runs)
     for name, lam in (("lam0", "0"), ("lam10", "10")):
         data = read_run(folder / name)
         assert f"{lam}: {100 * data.score('received'):.1f} %, R = {data.summary['wdr'][-1]:.3f}" in alt

@@ -14,8 +14,7 @@ from fedapp.data.transforms import normalise
 from fedapp.engines.local import run
 from fedapp.results.analysis import Unavailable
 from fedapp.results.runs import read_comparison, read_run
-from reproduction.analysis import costs, models, representations
-from reproduction.figures import accuracy, papers
+from reproduction.figures import accuracy, costs, models, papers, representations
 from tests.test_score_figures import SMALL, colours, paper_runs
 
 Stub: Any = SimpleNamespace

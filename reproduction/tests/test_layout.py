@@ -13,7 +13,7 @@ from reproduction.__main__ import STUDIES
 from tests.house import FILES, ROOT, imports, module
 
 OURS = [p for p in sorted((ROOT / "reproduction").rglob("*.py")) if "tests" not in p.parts]
-ROOMS = {"analysis": {"analysis"}, "figures": {"analysis", "figures"}, "ledger": {"ledger"}}
+ROOMS = {"figures": {"figures"}, "ledger": {"ledger"}}
 """Folders of `reproduction` that the files of a folder may import; a study may import all of them."""
 
 

@@ -14,8 +14,7 @@ from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from fedapp.results.analysis import Unavailable
 from fedapp.results.runs import read_run
-from reproduction.analysis import models
-from reproduction.figures import papers
+from reproduction.figures import models, papers
 from tests.test_identity import changed_one, rewritten
 from tests.test_normalise import drawn, written
 from tests.test_own_models import NETS

@@ -10,6 +10,7 @@ import pytest
 
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
+from fedapp.transport.client_manager import RoundFailed
 from reproduction.figures import papers
 
 PAGE = Path(__file__).parents[2] / "docs" / "figures.md"
@@ -39,8 +40,12 @@ def test_a_figure_is_drawn_from_a_run_into_a_file(tmp_path: Path) -> None:
 def test_a_figure_names_methods_by_their_titles(tmp_path: Path) -> None:
     for method in ("fedprox", "lgfedavg"):
         run(dataset="digits", method=method, data_fraction=0.1, clients=2, rounds=1, out=tmp_path / method)
+    with pytest.raises(RoundFailed):
+        run(dataset="digits", data_fraction=0.1, clients=2, rounds=1, lr=1e8, out=tmp_path / "failed")
     drawing = papers.draw("fedgh-2", [tmp_path])
     page = drawing.svg(text=True)
+    assert re.search(r"Failed, and not drawn: FedAvg.*, seed 0 \(round 1: ", drawing.caption)
+    assert "failed, and not drawn: FedAvg" in page
     assert "FedProx" in page and "LG-FedAvg" in page
     assert not re.search("fedprox|lgfedavg", page + drawing.caption + drawing.alt)
 

@@ -31,7 +31,7 @@ from fedapp.models import SplitModel
 from fedapp.results.analysis import Unavailable
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import Floats, Ints
-from reproduction.analysis.models import data_of, global_model, inputs_of
+from reproduction.figures.models import data_of, global_model, inputs_of
 
 SECRET = 2000
 """Training images that are looked at, at most."""

@@ -1,1 +1,0 @@
-"""Computations behind the papers' figures."""
