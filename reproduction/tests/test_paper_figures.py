@@ -41,10 +41,10 @@ def test_a_figure_names_methods_by_their_titles(tmp_path: Path) -> None:
     for method in ("fedprox", "lgfedavg"):
         run(dataset="digits", method=method, data_fraction=0.1, clients=2, rounds=1, out=tmp_path / method)
     with pytest.raises(RoundFailed):
-        run(dataset="digits", data_fraction=0.1, clients=2, rounds=1, lr=1e8, out=tmp_path / "failed")
+        run(dataset="digits", method="fedavg", data_fraction=0.1, clients=2, rounds=1, lr=1e8, out=tmp_path / "failed")
     drawing = papers.draw("fedgh-2", [tmp_path])
     page = drawing.svg(text=True)
-    assert re.search(r"Failed, and not drawn: FedAvg.*, seed 0 \(round 1: ", drawing.caption)
+    assert "Failed, and not drawn: FedAvg, seed 0 (round 1: " in drawing.caption
     assert "failed, and not drawn: FedAvg" in page
     assert "FedProx" in page and "LG-FedAvg" in page
     assert not re.search("fedprox|lgfedavg", page + drawing.caption + drawing.alt)
