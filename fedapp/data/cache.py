@@ -140,21 +140,19 @@ def build_once(
     root = cache_root() / "datasets"
     final = root / label
 
-    def kept() -> list[T]:
-        """Return what is there, or nothing."""
-        if (final / "meta.json").is_file():
-            with contextlib.suppress(BadRequest):
-                return [read(final)]
-        return []
+    def kept() -> T | None:
+        with contextlib.suppress(BadRequest):
+            return read(final) if (final / "meta.json").is_file() else None
+        return None
 
-    if found := kept():
-        return found[0]
+    if (found := kept()) is not None:
+        return found
     with _written(root):
         root.mkdir(parents=True, exist_ok=True)
         (root / f".{label}.lock").touch()
     with FileLock(root / f".{label}.lock"):
-        if found := kept():  # another process may have built it
-            return found[0]
+        if (found := kept()) is not None:  # another process may have built it
+            return found
         # Only the holder of the lock makes such folders: those that exist were left by a process that died.
         for stale in root.glob(f".{label}.tmp-*"):
             shutil.rmtree(stale, ignore_errors=True)

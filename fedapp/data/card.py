@@ -116,35 +116,25 @@ class DataCard:
             f"training {self.rows} {train_sizes.sum()} ({train_sizes.min()} to {train_sizes.max()} a client), "
             f"test {self.rows} {test_sizes.sum()} ({test_sizes.min()} to {test_sizes.max()} a client)",
         ]
-        if ignored:
-            lines.append(f"ignored: {', '.join(ignored)}")
-        if self.skipped:
-            lines.append(f"left out because they cannot be used: {len(self.skipped)} ({_first(self.skipped)})")
-        if self.untrained:
-            classless = counted(len(self.untrained), "class")
-            lines.append(f"no client has training {self.rows} of {classless} ({_first(self.untrained)})")
-        if self.sizes:
-            lines.append(f"samples of {len(self.sizes)} sizes: {'; '.join(in_lines(self.sizes))}")
-        if self.left_out:
-            lines.append(
-                f"left out, fewer than min-samples {self.rows}: {len(self.left_out)} ({_first(self.left_out)})"
-            )
-        if self.unused:
-            lines.append(f"{self.unused} {self.rows} are held by no client")
-        if self.public:
-            lines.append(f"{self.public} training {self.rows} are held back from the clients as the public set")
-        if self.validation:
-            lines.append(f"{self.validation} {self.rows} are held out from training for validation scores")
-        if self.shared:
-            lines.append(f"{self.shared} training {self.rows} are held more than once")
-        unseen = np.count_nonzero((self.test > 0) & (self.train == 0), axis=1)
-        if count := np.count_nonzero(unseen):
-            whose = (
-                "1 client is tested on classes that it does"
-                if count == 1
-                else f"{count} clients are tested on classes that they do"
-            )
-            lines.append(f"{whose} not train on")
+        unseen = int(np.count_nonzero(((self.test > 0) & (self.train == 0)).any(axis=1)))
+        whose = (
+            "client is tested on classes that it does" if unseen == 1 else "clients are tested on classes that they do"
+        )
+        few, missing = (f"{len(names)} ({_first(names)})" for names in (self.left_out, self.skipped))
+        notes = (
+            (ignored, f"ignored: {', '.join(ignored)}"),
+            (self.skipped, f"left out because they cannot be used: {missing}"),
+            (self.untrained, f"no client has training {self.rows} of {counted(len(self.untrained), 'class')} "
+                             f"({_first(self.untrained)})"),
+            (self.sizes, f"samples of {len(self.sizes)} sizes: {'; '.join(in_lines(self.sizes))}"),
+            (self.left_out, f"left out, fewer than min-samples {self.rows}: {few}"),
+            (self.unused, f"{self.unused} {self.rows} are held by no client"),
+            (self.public, f"{self.public} training {self.rows} are held back from the clients as the public set"),
+            (self.validation, f"{self.validation} {self.rows} are held out from training for validation scores"),
+            (self.shared, f"{self.shared} training {self.rows} are held more than once"),
+            (unseen, f"{unseen} {whose} not train on"),
+        )  # fmt: skip
+        lines += [text for there, text in notes if there]
         wide = len(classes) > max_classes
         # Names head the columns where they are short, else the classes' numbers.
         short = max(len(name) for name in classes) <= 6
@@ -159,15 +149,8 @@ class DataCard:
             else:
                 cells = [str(count) if count else "." for count in counts]
             score = "-" if np.isnan(self.majority[client]) else f"{100 * self.majority[client]:.1f}"
-            rows.append(
-                [
-                    names[client] if names else str(client),
-                    *cells,
-                    str(train_sizes[client]),
-                    str(test_sizes[client]),
-                    score,
-                ]
-            )
+            name = names[client] if names else str(client)
+            rows.append([name, *cells, str(train_sizes[client]), str(test_sizes[client]), score])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         if len(self.train) > max_clients:
@@ -223,9 +206,7 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
     partition.check(dataset)
     labels = dataset.pool_labels
     train, test = (
-        np.stack(
-            [np.bincount(labels[getattr(client, part)], minlength=dataset.num_classes) for client in partition.clients]
-        )
+        np.stack([np.bincount(labels[getattr(c, part)], minlength=dataset.num_classes) for c in partition.clients])
         for part in ("train", "test")
     )
     sizes = test.sum(axis=1)

@@ -45,15 +45,7 @@ import numpy.typing as npt
 from fedapp import plugins
 from fedapp.data import pictures
 from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
-from fedapp.data.columns import (
-    PARTS,
-    PLAIN,
-    Own,
-    form_of,
-    of_clients,
-    read_client,
-    read_npz,
-)
+from fedapp.data.columns import PARTS, PLAIN, Own, form_of, of_clients, read_client, read_npz
 from fedapp.data.columns import own as check_columns
 from fedapp.data.dataset import Dataset
 from fedapp.data.names import PART_OF, entries_of, files_of, is_there, readable, readable_at

@@ -47,10 +47,7 @@ class Request:
 
 
 def _first_good(
-    draw: Callable[[int], _Drawn],
-    sizes: Int64,
-    request: Request,
-    counts: Callable[[_Drawn], Int64] = np.asarray,
+    draw: Callable[[int], _Drawn], sizes: Int64, request: Request, counts: Callable[[_Drawn], Int64] = np.asarray
 ) -> _Drawn:
     """Return the first draw in which every client holds min_samples images.
 

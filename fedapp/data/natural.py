@@ -30,13 +30,7 @@ SPLITS = ("given", "holdout", "merged")
 
 
 def by_client(
-    dataset: Dataset,
-    *,
-    split: str,
-    clients: int,
-    seed: int,
-    min_samples: int,
-    test_share: float = TEST_FRACTION,
+    dataset: Dataset, *, split: str, clients: int, seed: int, min_samples: int, test_share: float = TEST_FRACTION
 ) -> Partition:
     """Return the natural clients of a data set.
 

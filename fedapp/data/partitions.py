@@ -376,11 +376,7 @@ def _assign(labels: Int64, counts: Int64, rng: np.random.Generator) -> list[Int6
 
 
 def cut(
-    rows: Int64,
-    labels: Int64,
-    groups: Int64 | None,
-    rng: np.random.Generator,
-    test_share: float = TEST_FRACTION,
+    rows: Int64, labels: Int64, groups: Int64 | None, rng: np.random.Generator, test_share: float = TEST_FRACTION
 ) -> tuple[Int64, Int64]:
     """Cut one client's rows for training and testing: class by class, and without parting a group.
 

@@ -67,11 +67,8 @@ def read_tiny_imagenet(path: Path, store: Store) -> tuple[Arrays, Sequence[str]]
             words[identifier] = text.split(",")[0].strip()
         ids.sort()
         label_of = {identifier: label for label, identifier in enumerate(ids)}
-        train = sorted(
-            member
-            for member in archive.namelist()
-            if member.startswith(top + "train/") and member.upper().endswith(".JPEG")
-        )
+        names = archive.namelist()
+        train = sorted(n for n in names if n.startswith(top + "train/") and n.upper().endswith(".JPEG"))
         annotations = archive.read(top + "val/val_annotations.txt").decode().splitlines()
         test = sorted((f"{top}val/images/{row.split()[0]}", row.split()[1]) for row in annotations if row.strip())
         pairs = {
@@ -136,12 +133,9 @@ def _stream_tar(path: Path) -> Iterator[tarfile.TarFile]:
 
 def _cinic10_place(member: str) -> tuple[str, str, str] | None:
     """Return (split, class, file) of a picture that is used; None for all other members."""
-    parts = Path(member).parts[-3:]
-    if len(parts) != 3 or parts[0] not in ("train", "test") or not parts[2].lower().endswith(".png"):
-        return None
-    if parts[1] not in CIFAR10_CLASSES or parts[2].startswith("."):
-        return None
-    return parts[0], parts[1], parts[2]
+    part, label, file = ("", "", "", *Path(member).parts)[-3:]
+    used = part in ("train", "test") and label in CIFAR10_CLASSES
+    return (part, label, file) if used and file.lower().endswith(".png") and not file.startswith(".") else None
 
 
 def _decode(stream: Any, size: int, what: str) -> UInt8:
@@ -335,15 +329,12 @@ def read_folder(listing: Listing, store: Store, settings: DataSettings) -> Own:
     held = np.array([p.part == "validation" for p in order if p.part != "test"], bool)
     if held.any():
         arrays["held_out"] = held
-    return Own(arrays, tuple(number), "image", owner_names, skipped=_relative(listing, bad))
+    skipped = tuple(str(path.relative_to(listing.root)) for path in sorted(bad))
+    return Own(arrays, tuple(number), "image", owner_names, skipped=skipped)
 
 
 def _refused(listing: Listing, bad: Mapping[Path, str]) -> BadRequest:
     return unusable(listing.root, [bad[path] for path in sorted(bad)], len(listing.files))
-
-
-def _relative(listing: Listing, bad: Mapping[Path, str]) -> tuple[str, ...]:
-    return tuple(str(path.relative_to(listing.root)) for path in sorted(bad))
 
 
 def _sizes(listing: Listing, bad: dict[Path, str], turn: bool) -> tuple[list[tuple[int, int]], bool]:
@@ -365,10 +356,10 @@ def _decoded(x: UInt8, paths: Sequence[Path], text: str, bad: dict[Path, str]) -
 
     for row, path in enumerate(_progress(paths, text)):
         with _noted(path, bad), Image.open(path, formats=FORMATS) as picture:
-            x[row] = _pixels(picture, x.shape[1:])
+            x[row] = pixels(picture, x.shape[1:])
 
 
-def _pixels(picture: Any, shape: tuple[int, ...]) -> UInt8:
+def pixels(picture: Any, shape: tuple[int, ...]) -> UInt8:
     """Return an opened picture upright, as uint8 of the shape (H, W, channels)."""
     from PIL import Image, ImageOps
 
@@ -450,7 +441,7 @@ def stacked(
     x = np.empty((len(shapes), *shape), np.uint8)
     good = (cell for row, cell in enumerate(cells) if row not in bad)
     for row, cell in enumerate(good):
-        x[row] = _pixels(opened(cell), shape)
+        x[row] = pixels(opened(cell), shape)
     return x, list(bad)
 
 
@@ -511,14 +502,7 @@ def _noted(where: Key, bad: dict[Key, str]) -> Iterator[None]:
 
     try:
         yield
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        struct.error,
-        UnidentifiedImageError,
-        Image.DecompressionBombError,
-    ) as error:
+    except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
         if isinstance(where, Path):
             bad[where] = f"cannot read the picture {where} ({error})"
         else:  # the error would name where in memory the bytes lie

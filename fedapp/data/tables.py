@@ -176,8 +176,11 @@ def rows(path: Path, features: Sequence[str], count: int, columns: Sequence[str]
     BadRequest : the file cannot be read, or columns are missing or wrong; the message names all of them.
     """
     with _named(path):
-        reader = _parquet_rows if path.suffix.lower() == ".parquet" else _csv_rows
-        frame, sources = reader(path, features, count, columns)
+        if path.suffix.lower() == ".parquet":
+            frame = _parquet(path)
+            sources = _sources(path, list(frame.columns), features, columns)
+        else:
+            frame, sources = _csv_rows(path, features, count, columns)
     if not features:
         known = (*COLUMNS[1:], *LABELS)
         frame = frame[[name for name in frame.columns if name not in known and not ROW_NUMBERS.fullmatch(name)]]
@@ -238,16 +241,10 @@ def _sources(path: Path, names: Sequence[str], features: Sequence[str], columns:
     return found
 
 
-def _parquet_rows(
-    path: Path, features: Sequence[str], count: int, columns: Sequence[str]
-) -> tuple[Any, dict[str, str]]:
-    frame = _parquet(path)
-    return frame, _sources(path, list(frame.columns), features, columns)
-
-
 def _csv_rows(path: Path, features: Sequence[str], count: int, columns: Sequence[str]) -> tuple[Any, dict[str, str]]:
     mark, header = _header(path)
-    if not set(header) & set(features) and any(_is_value(cell) for cell in header):
+    # A number or a truth value is no name of a column.
+    if not set(header) & set(features) and any(is_number(c) or c.lower() in ("true", "false") for c in header):
         if len(header) != count:
             raise BadRequest(f"{path} has {counted(len(header), 'column')} of features, but the model takes {count}")
         return _body(path, mark, list(features) or [f"column {n + 1}" for n in range(count)], 0, {}), {}
@@ -259,11 +256,6 @@ def _csv_rows(path: Path, features: Sequence[str], count: int, columns: Sequence
     # Text stays as written: 0 and 00 are two categories, and NA is one if training rows of a Parquet file had it.
     unknown = {name: [u for u in UNKNOWN if u not in found] for name, found in texts.items()}
     return _body(path, mark, names, 1, unknown), sources
-
-
-def _is_value(cell: str) -> bool:
-    """Whether the cell of a first line is no name of a column."""
-    return is_number(cell) or cell.lower() in ("true", "false")
 
 
 @contextmanager
@@ -450,13 +442,7 @@ def keys(role: str, column: Any, name: str, place: Callable[[int], str], faults:
 
 
 def _feature(
-    features: _Features,
-    column: Any,
-    name: str,
-    named: bool,
-    training: Array,
-    node: bool,
-    place: Callable[[int], str],
+    features: _Features, column: Any, name: str, named: bool, training: Array, node: bool, place: Callable[[int], str]
 ) -> None:
     """Add one column to the features, or to what is ignored, or to the faults."""
     if not _legible(column):

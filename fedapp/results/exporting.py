@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -108,13 +107,9 @@ def _traceable(net: LoadedModel) -> LoadedModel:
     return twin
 
 
-def _batch() -> tuple[dict[int, Any]]:
-    return ({0: torch.export.Dim("batch", min=1)},)
-
-
 def _pt2(net: LoadedModel, path: Path, facts: str, x: Tensor) -> Tensor:
     # Two rows: a batch of one would be taken as a constant.
-    program = torch.export.export(net, (x[:2],), dynamic_shapes=_batch())
+    program = torch.export.export(net, (x[:2],), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
     written = io.BytesIO()  # PyTorch's own writer aborts the process where the disk is full
     torch.export.save(program, written, extra_files={"fedapp.json": facts})
     path.write_bytes(written.getbuffer())
@@ -131,8 +126,9 @@ def _onnx(net: LoadedModel, path: Path, facts: str, x: Tensor) -> Tensor:
     except ImportError as e:
         raise BadRequest(f"--to onnx needs the package {e.name}: pip install 'fedapp[onnx]', or choose --to pt2") from e
     program = torch.onnx.export(
-        net, (x[:2],), dynamo=True, dynamic_shapes=_batch(), input_names=["raw"], output_names=["logits"], verbose=False
-    )
+        net, (x[:2],), dynamo=True, dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), input_names=["raw"],
+        output_names=["logits"], verbose=False,
+    )  # fmt: skip
     assert program is not None
     model = program.model_proto
     onnx.helper.set_model_props(model, {"fedapp": facts})

@@ -26,7 +26,7 @@ from fedapp.data import datasets, tables
 from fedapp.data.columns import read_npz, samples
 from fedapp.data.moments import Samples
 from fedapp.data.names import is_there
-from fedapp.data.pictures import FORMATS, check_depth
+from fedapp.data.pictures import FORMATS, check_depth, pixels
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, counted, plain
 from fedapp.lazy import Tensor, nn, torch
@@ -351,7 +351,7 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
     ------
     BadRequest : a file is not a picture.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image
 
     channels, height, width = inputs.shape
     if channels not in (1, 3):
@@ -363,16 +363,13 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
         try:
             with Image.open(path, formats=FORMATS) as picture:
                 check_depth(picture)
-                upright = ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
-        except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as e:
+                found = pixels(picture, out.shape[1:])
+        except (OSError, SyntaxError, Image.DecompressionBombError) as e:
             reason = "does not exist" if isinstance(e, FileNotFoundError) else "is not a picture that can be read"
             raise BadRequest(f"{path} {reason}") from e
         except ValueError as e:
             raise BadRequest(f"cannot read the picture {path} ({e})") from e
-        if upright.size != (width, height):
-            upright = ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR)
-        pixels = np.asarray(upright, np.float64).reshape(height, width, channels)
-        out[row] = pixels if inputs.scale == 255 else np.rint(pixels * inputs.scale / 255)
+        out[row] = found if inputs.scale == 255 else np.rint(found * inputs.scale / 255)
     return out
 
 

@@ -22,14 +22,7 @@ from fedapp.learning.state import read_head_norms
 from fedapp.learning.training import Batch
 from fedapp.method import Payload
 from fedapp.results import analysis
-from fedapp.results.analysis import (
-    Unavailable,
-    client_arrays,
-    client_folders,
-    config_of,
-    method_of,
-    server_state,
-)
+from fedapp.results.analysis import Unavailable, client_arrays, client_folders, config_of, method_of, server_state
 from fedapp.results.figures import scores
 from fedapp.results.figures.heads import cross_entropy, loss_words
 from fedapp.results.figures.pieces import Array, Curve

@@ -43,18 +43,8 @@ def label_dots(counts: Array, classes: Sequence[str]) -> Figure:
     name_ticks(axes.yaxis, classes)
     axes.tick_params(length=0)
     sizes = sorted({max(1, round(int(counts.max()) * part)) for part in (0.1, 0.5, 1)})
-    spots = [
-        key(
-            f"{n} images",
-            marker="o",
-            linestyle="none",
-            color=INK,
-            markeredgewidth=0,
-            markersize=room * (n / counts.max()) ** 0.5,
-        )
-        for n in sizes
-    ]
-    legend(figure, *spots)
+    look: Any = {"marker": "o", "linestyle": "none", "color": INK, "markeredgewidth": 0}
+    legend(figure, *(key(f"{n} images", markersize=room * (n / counts.max()) ** 0.5, **look) for n in sizes))
     return figure
 
 
@@ -87,9 +77,3 @@ def mixing(matrix: Array, clients: Sequence[Any]) -> Figure:
     mesh = heat_map(axes, matrix, clients, clients, high=max(float(matrix.max()), 1e-9), fmt=".2f" if n <= 14 else "")
     colour_scale(figure, mesh, axes, "share")
     return figure
-
-
-# ---- representations -------------------------------------------------------------------------------------------------
-
-
-# ---- calibration -----------------------------------------------------------------------------------------------------

@@ -123,14 +123,10 @@ def _place(label: str) -> int | None:
     places = _PLACES.get()
     if label in places:
         return places[label]
-    return next(
-        (
-            i
-            for known, i in places.items()
-            if known.partition("(")[0].strip() == label or label.startswith(f"{known}, ")
-        ),
-        None,
-    )
+    for known, i in places.items():
+        if known.partition("(")[0].strip() == label or label.startswith(f"{known}, "):
+            return i
+    return None
 
 
 @dataclass(frozen=True, eq=False)
