@@ -586,17 +586,17 @@ def label_maps(runs: Runs) -> Words:
 def inverted(runs: Runs, counts: Sequence[int]) -> Words:
     """Images recovered from features: from each one (Fig. 8), or from their means and virtual ones (Fig. 9)."""
     run = runs[0]
-    leak = inversion.measure(run, counts)
+    attacks, classifier = inversion.measure(run, counts)
     names = {n: {1: "one feature", DRAWN: "virtual feature"}.get(n, f"mean of {n}") for n in counts}
-    said = "; ".join(f"{names[n]}: {_findings(a)}" for n, a in leak.attacks.items())
-    label = next(iter(leak.attacks.values())).label[:CLASSES]
-    blocks = {names[n]: (a.secret[:CLASSES], a.recovered[:CLASSES]) for n, a in leak.attacks.items()}
+    said = "; ".join(f"{names[n]}: {_findings(a)}" for n, a in attacks.items())
+    label = next(iter(attacks.values())).label[:CLASSES]
+    blocks = {names[n]: (a.secret[:CLASSES], a.recovered[:CLASSES]) for n, a in attacks.items()}
     return (
         "Real training images, and images whose representation under the global model is made close to what was sent, "
         "with a total variation prior. Similarity is the correlation with the most similar of the real images; in "
         "brackets, that of the class's mean image, which the label alone gives. Identified: the most similar training "
         "image of the class is one of the real ones; in brackets, by chance. Recognised: an independent classifier, "
-        f"which is right on {percent(leak.classifier)} of the real images, sees the class. {said}.",
+        f"which is right on {percent(classifier)} of the real images, sees the class. {said}.",
         f"Real and recovered images of {len(label)} classes. {said}.",
         maps.recovered(blocks, [run.classes[c] for c in label]),
     )

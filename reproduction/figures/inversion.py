@@ -112,27 +112,20 @@ class Attack:
     recognised: float
 
 
-@dataclass(frozen=True, eq=False)
-class Leak:
-    """Attacks on means of different numbers of images of one run.
-
-    Attributes
-    ----------
-    attacks : by n.
-    classifier : accuracy of the independent classifier on real training images, which it has not seen.
-    """
-
-    attacks: dict[int, Attack]
-    classifier: float
+Attacks = dict[int, Attack]
 
 
-def measure(run: RunResult, counts: Sequence[int] = (1, 3, 10), per_class: int = 4, steps: int = 300) -> Leak:
+def measure(run: RunResult, counts: Sequence[int], per_class: int = 4, steps: int = 300) -> tuple[Attacks, float]:
     """Invert features and class means of a run's global model, as it was trained, and measure what they show.
 
     Parameters
     ----------
     counts : n, images in a mean; `DRAWN` for draws from the class's Gaussian.
     per_class : attacks on every class that has enough images.
+
+    Returns
+    -------
+    The attacks by n, and the accuracy of the independent classifier on real training images, which it has not seen.
 
     Raises
     ------
@@ -152,7 +145,7 @@ def measure(run: RunResult, counts: Sequence[int] = (1, 3, 10), per_class: int =
     # It was trained on other images than those attacked, and knows nothing of the attacked model.
     judge = SVC(C=10.0).fit(seen.reshape(len(seen), -1), other_y)
     pooled = gaussian.moments(z, y, data.dataset.num_classes)
-    attacks: dict[int, Attack] = {}
+    attacks: Attacks = {}
     for n in counts:
         rows, targets = [], []
         for label in np.unique(y):
@@ -172,34 +165,37 @@ def measure(run: RunResult, counts: Sequence[int] = (1, 3, 10), per_class: int =
         recovered = invert(model, data.inputs, np.stack(targets), steps)
         attacks[n] = _judged(n, rows, recovered, pixels, y, judge)
     real = judge.predict(pixels.reshape(len(pixels), -1)) == y
-    return Leak(attacks, float(real.mean()))
+    return attacks, float(real.mean())
+
+
+def compared(
+    rows: Sequence[Ints] | Ints, recovered: Floats, pixels: Floats, y: Ints
+) -> tuple[float, float, float, float]:
+    """Compare recovered images with the real ones behind them (`rows`), and with all of their class.
+
+    Returns
+    -------
+    `similarity`, `by_class`, `identified` and `chance` of an :class:`Attack`.
+    """
+    unit = standardised(pixels)
+    found = []
+    for image, r in zip(standardised(recovered), rows):
+        own = np.flatnonzero(y == y[r[0]])
+        mean = standardised(pixels[own].mean(axis=0)[None])[0]
+        hit = own[(unit[own] @ image).argmax()] in r
+        found.append(((unit[r] @ image).max(), (unit[r] @ mean).max(), hit, len(r) / len(own)))
+    similarity, by_class, identified, chance = (float(np.mean(values)) for values in zip(*found))
+    return similarity, by_class, identified, chance
 
 
 def _judged(n: int, rows: Sequence[Ints], recovered: Floats, pixels: Floats, y: Ints, judge: object) -> Attack:
-    """Compare recovered images with the real ones behind them (`rows`), and with all of their class."""
-    unit = standardised(pixels)
     label = np.array([int(y[r[0]]) for r in rows])
-    similarity, by_class, identified, chance = [], [], [], []
-    for image, r, c in zip(standardised(recovered), rows, label):
-        own = np.flatnonzero(y == c)
-        similarity.append((unit[r] @ image).max())
-        by_class.append((unit[r] @ standardised(pixels[own].mean(axis=0)[None])[0]).max())
-        identified.append(own[(unit[own] @ image).argmax()] in r)
-        chance.append(len(r) / len(own))
     seen = judge.predict(recovered.reshape(len(recovered), -1))  # type: ignore[attr-defined]
     one = [int(np.flatnonzero(label == c)[0]) for c in np.unique(label)]
     shown = min(n, 3) if n > 0 else 0
-    return Attack(
-        images=n,
-        secret=np.stack([pixels[rows[i][:shown]] for i in one]),
-        recovered=recovered[one],
-        label=label[one],
-        similarity=float(np.mean(similarity)),
-        by_class=float(np.mean(by_class)),
-        identified=float(np.mean(identified)),
-        chance=float(np.mean(chance)),
-        recognised=float((seen == label).mean()),
-    )
+    secret = np.stack([pixels[rows[i][:shown]] for i in one])
+    numbers = compared(rows, recovered, pixels, y)
+    return Attack(n, secret, recovered[one], label[one], *numbers, float((seen == label).mean()))
 
 
 def standardised(images: Floats) -> Floats:

@@ -41,6 +41,20 @@ def cost(points: Mapping[str, tuple[float, float]]) -> Figure:
     return figure
 
 
+def _shares(axes: Axes, x: Array, values: Array, p: Array, named: int, end: float) -> list[int]:
+    """Draw p~ (T, C) of a client and p (C,) as bars at the edge, up to `end`; return the classes with the largest p.
+
+    These `named` classes stand out, the others are grey.
+    """
+    chosen = [int(c) for c in np.argsort(-p, kind="stable")[:named] if p[c] > 0]
+    axes.plot(x, np.delete(values, chosen, axis=1), color=MUTED, linewidth=0.6, alpha=0.6)
+    edge = axes.get_yaxis_transform()
+    for c, colour, dashes in zip(chosen, COLOURS, DASHES):
+        axes.plot(x, values[:, c], linewidth=1.3, color=colour, linestyle=dashes)
+        axes.plot([1.01, end], [p[c]] * 2, color=colour, linewidth=2, clip_on=False, transform=edge)
+    return chosen
+
+
 @styled
 def norm_evolution(history: Mapping[Any, tuple[Array, Array]], shares: Mapping[Any, Array], named: int = 5) -> Figure:
     """Draw p~ over rounds, one panel per client, one line per class, with the true share p as a bar at the right edge.
@@ -58,12 +72,7 @@ def norm_evolution(history: Mapping[Any, tuple[Array, Array]], shares: Mapping[A
     top = 1.06 * max(max(float(v.max()), float(shares[c].max())) for c, (_, v) in history.items())
     for axes, (client, (rounds, values)) in zip(grid.flat, history.items()):
         p, edge = shares[client], axes.get_yaxis_transform()
-        chosen = [int(c) for c in np.argsort(-p, kind="stable")[:named] if p[c] > 0]
-        rest = np.delete(values, chosen, axis=1)
-        axes.plot(rounds, rest, color=MUTED, linewidth=0.6, alpha=0.6)
-        for c, colour, dashes in zip(chosen, COLOURS, DASHES):
-            axes.plot(rounds, values[:, c], linewidth=1.3, color=colour, linestyle=dashes)
-            axes.plot([1.01, 1.04], [p[c]] * 2, color=colour, linewidth=2, clip_on=False, transform=edge)
+        chosen = _shares(axes, rounds, values, p, named, 1.04)
         place = -math.inf
         for c in sorted(chosen, key=lambda c: float(p[c])):  # names beside the bars, pushed apart where they touch
             place = max(float(p[c]), place + 0.09 * top)
@@ -80,15 +89,9 @@ def norm_evolution(history: Mapping[Any, tuple[Array, Array]], shares: Mapping[A
         figure,
         key("p~ of a class that the client has most of", color=COLOURS[0], linewidth=1.3),
         key("p~ of another class", color=MUTED, linewidth=0.6),
-        key(
-            "p of the class that its number names",
-            color=COLOURS[0],
-            linewidth=2,
-            marker="_",
-            linestyle="none",
-            markersize=9,
-        ),
-    )
+        key("p of the class that its number names", color=COLOURS[0], linewidth=2, marker="_", linestyle="none",
+            markersize=9),
+    )  # fmt: skip
     return figure
 
 
@@ -103,14 +106,8 @@ def batch_evolution(lines: Mapping[str, Array], p: Array, points: Mapping[str, t
     """
     figure, (grid,) = new_figure(WIDTH, 2.9, "batch", "share of the norm, p~", columns=len(lines) + 1)
     top = 1.06 * max(float(p.max()), *(float(v.max()) for v in lines.values()))
-    chosen = [int(c) for c in np.argsort(-p, kind="stable")[:5] if p[c] > 0]
     for axes, (title, values) in zip(grid, lines.items()):
-        axes.plot(np.delete(values, chosen, axis=1), color=MUTED, linewidth=0.6, alpha=0.6)
-        for c, colour, dashes in zip(chosen, COLOURS, DASHES):
-            axes.plot(values[:, c], linewidth=1.3, color=colour, linestyle=dashes)
-            axes.plot(
-                [1.01, 1.05], [p[c]] * 2, color=colour, linewidth=2, clip_on=False, transform=axes.get_yaxis_transform()
-            )  # fmt: skip
+        for c, colour in zip(_shares(axes, np.arange(len(values)), values, p, 5, 1.05), COLOURS):
             axes.annotate(
                 str(c), (len(values) - 1, values[-1, c]), fontsize=7, color=colour, ha="right", va="bottom"
             )  # fmt: skip
@@ -136,15 +133,8 @@ def accuracy_and_distance(accuracy: Curve, distance: Curve, xlabel: str, log: bo
     shown = [accuracy.label, distance.label]
     for axes, curve in ((left, accuracy), (right, distance)):
         x = [ticks.index(float(v)) for v in curve.x] if crowded else curve.x
-        axes.errorbar(
-            x,
-            curve.mean,
-            yerr=curve.spread,
-            label=curve.label,
-            capsize=2,
-            elinewidth=0.8,
-            **look_of(curve.label, shown),
-        )
+        look = look_of(curve.label, shown)
+        axes.errorbar(x, curve.mean, yerr=curve.spread, label=curve.label, capsize=2, elinewidth=0.8, **look)
     if log:
         left.set_xscale("log")
         left.minorticks_off()

@@ -54,7 +54,7 @@ from scipy.spatial.distance import cdist, pdist
 
 import fedapp
 from benchmarks import machine
-from benchmarks.pages import replaced
+from benchmarks.pages import markdown, replaced
 from fedapp import client_app, server_app
 from fedapp import config as configuration
 from fedapp.engines.local import prepare, resumed
@@ -282,8 +282,9 @@ def measure(
     return {**found, "seconds": round(time.perf_counter() - started, 1)}
 
 
-def name_of(method: str, attack: str, rule: str, seed: int, alpha: str) -> str:
-    return f"{method} {attack} {rule} {seed} {alpha}"
+def name_of(*cell: object) -> str:
+    """Return the name of a run by method, attack, rule, seed and alpha."""
+    return " ".join(map(str, cell))
 
 
 def table(known: Mapping[str, Any]) -> str:
@@ -303,13 +304,14 @@ def table(known: Mapping[str, Any]) -> str:
         f"8 rounds, `robust-f = {F}`, `min-replies = 0.7`.",
         "", "What a rule costs without liars, and what the worst of the measured attacks costs with it: points of the "
         "honest clients' accuracy, against the method without rule and without attack, mean over seeds.", "",
-        "| method | Dirichlet | rule | without attack | worst attack | backdoor's success |", "|---" * 6 + "|",
     ]  # fmt: skip
     sets = [(a, m) for a in ALPHAS for m in METHODS if any((k[0], k[4]) == (m, a) for k in keys)]
-    for alpha, method in sets:
-        for rule in (r for r in RULES if cell(method, "none", r, alpha)):
-            lines.append(f"| {method} | {alpha} | {rule} | {_held(cell, method, rule, alpha)} |")
+    held = [
+        (method, alpha, rule, *_held(cell, method, rule, alpha))
+        for alpha, method in sets for rule in RULES if cell(method, "none", rule, alpha)
+    ]  # fmt: skip
     lines += [
+        *markdown("method|Dirichlet|rule|without attack|worst attack|backdoor's success", held),
         "", "All cells: the mean over seeds of the honest clients' received accuracy, with its lowest value in "
         "brackets; for the backdoor, its success follows. `†`: a run ended with an error and counts as 0. Cells with "
         "fewer than three seeds say how many.",
@@ -317,15 +319,13 @@ def table(known: Mapping[str, Any]) -> str:
     for alpha, method in sets:
         mine = [k for k in keys if (k[0], k[4]) == (method, alpha)]
         rules = [r for r in RULES if any(k[2] == r for k in mine)]
-        head = "| attack | " + " | ".join(rules) + " |"
-        lines += ["", f"**{method}**, Dirichlet {alpha}", "", head, "|---" * (len(rules) + 1) + "|"]
-        for attack in (a for a in ATTACKS if any(k[1] == a for k in mine)):
-            cells = (_cell(cell(method, attack, rule, alpha)) for rule in rules)
-            lines.append(f"| {attack} | " + " | ".join(cells) + " |")
+        attacked = [a for a in ATTACKS if any(k[1] == a for k in mine)]
+        rows = [(attack, *(_cell(cell(method, attack, rule, alpha)) for rule in rules)) for attack in attacked]
+        lines += ["", f"**{method}**, Dirichlet {alpha}", "", *markdown("|".join(["attack", *rules]), rows)]
     return "\n".join(lines) + "\n"
 
 
-def _held(cell: Callable[..., list[Mapping[str, Any]]], method: str, rule: str, alpha: str) -> str:
+def _held(cell: Callable[..., list[Mapping[str, Any]]], method: str, rule: str, alpha: str) -> tuple[str, str, str]:
     """Return three cells: what a rule costs, what the worst attack costs under it, and the backdoor's success."""
 
     def mean(attack: str, rule: str) -> float:
@@ -336,9 +336,8 @@ def _held(cell: Callable[..., list[Mapping[str, Any]]], method: str, rule: str, 
     worst = max(found, key=lambda a: found[a], default="")
     success = [f["backdoor"] for f in cell(method, "backdoor", rule, alpha) if "backdoor" in f]
     cost = "–" if rule == "none" else f"{100 * (clean - mean('none', rule)):.1f}"
-    return " | ".join([
-        cost, f"{100 * found[worst]:.1f} ({worst})" if found else "–", f"{np.mean(success):.2f}" if success else "–",
-    ])  # fmt: skip
+    lost = f"{100 * found[worst]:.1f} ({worst})" if found else "–"
+    return cost, lost, f"{np.mean(success):.2f}" if success else "–"
 
 
 def _cell(found: Sequence[Mapping[str, Any]]) -> str:

@@ -93,12 +93,11 @@ class Wiretap(LocalGrid):
         """Record what the clients reply."""
         replies: list[Message] = list(super().pull_messages(message_ids))
         for reply in replies:
-            if reply.metadata.message_type == "train":
+            kind, server_round = reply.metadata.message_type, reply.metadata.group_id
+            if kind == "train" or kind.startswith("query."):
                 arrays, _, info, _ = records.reply_of(reply)
-                self.heard.setdefault(int(reply.metadata.group_id), {})[int(info["client"])] = arrays
-            elif reply.metadata.message_type.startswith("query."):
-                arrays, _, info, _ = records.reply_of(reply)
-                self.answers[int(info["client"])] = arrays
+                heard = self.heard.setdefault(int(server_round), {}) if kind == "train" else self.answers
+                heard[int(info["client"])] = arrays
         return replies
 
 
@@ -196,16 +195,18 @@ def gaussian_means(folder: Path) -> list[str]:
 def inverted_means(folder: Path) -> list[str]:
     """Reconstruct images from class means with the global model alone."""
     listen(folder / "inverted", method="fedavg", **{"num-server-rounds": 10})
-    leak = inversion.measure(read_run(folder / "inverted"), (1, 2, 3, 5, 10, 30, inversion.DRAWN), per_class=20)
+    attacked, classifier = inversion.measure(
+        read_run(folder / "inverted"), (1, 2, 3, 5, 10, 30, inversion.DRAWN), per_class=20
+    )
     lines = []
-    for n, found in leak.attacks.items():
+    for n, found in attacked.items():
         what = "virtual representation" if n == inversion.DRAWN else f"mean of {n:2} images"
         named = f"the most similar image of the class is one of them in {found.identified:.0%} (by chance: "
         lines.append(
             f"ccvr, {what}: correlation of the recovered image with the nearest real one {found.similarity:.2f} (the "
             f"label alone: {found.by_class:.2f}); "
             + (f"{named}{found.chance:.0%}); " if n != inversion.DRAWN else "")
-            + f"an independent classifier sees the class in {found.recognised:.0%} (real images: {leak.classifier:.0%})"
+            + f"an independent classifier sees the class in {found.recognised:.0%} (real images: {classifier:.0%})"
         )
     return lines
 
@@ -254,25 +255,19 @@ def absent_scores(method: str, grid: Wiretap) -> dict[int, NDArray[Any]]:
     if method in ("fedavg", "fedclassavg"):
         return {c: grid.sent[1]["head.bias"] - a["head.bias"] for c, a in grid.heard[1].items()}
     if method == "fedncm":
-        return {c: -counts_in(a) for c, a in grid.answers.items()}
-    found = {}
-    for client, arrays in grid.heard[1].items():
-        if "labels" in arrays:
-            found[client] = 1.0 - np.isin(np.arange(10), arrays["labels"])
-        else:
-            found[client] = -arrays["noised/count"]
-    return found
+        return {c: -sums_in(a)[1] for c, a in grid.answers.items()}
+    return {
+        c: 1.0 - np.isin(np.arange(10), a["labels"]) if "labels" in a else -a["noised/count"]
+        for c, a in grid.heard[1].items()
+    }
 
 
-def counts_in(arrays: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-    """Return the class counts in an answer with sums, with noise or without."""
-    found = arrays["sums/count"] if "sums/count" in arrays else arrays["sums/b"][:, -1]
-    return np.asarray(found, dtype=np.float64)
-
-
-def sums_in(arrays: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-    """Return the class sums in an answer with sums, with noise or without."""
-    return np.asarray(arrays["sums/sum"] if "sums/sum" in arrays else arrays["sums/b"][:, :-1], dtype=np.float64)
+def sums_in(arrays: Mapping[str, NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the class sums (C, d) and counts (C,) in an answer, with noise or without."""
+    if "sums/sum" in arrays:
+        return arrays["sums/sum"].astype(np.float64), arrays["sums/count"].astype(np.float64)
+    both = arrays["sums/b"].astype(np.float64)
+    return both[:, :-1], both[:, -1]
 
 
 def absent(method: str, grid: Wiretap, seed: int) -> float:
@@ -315,7 +310,7 @@ def member_by_similarity(grid: Wiretap, values: Mapping[str, Any]) -> float:
     data, net = parts_of(values)
     found = []
     for client, arrays in grid.answers.items():
-        sums = sums_in(arrays)
+        sums, _ = sums_in(arrays)
         scores = []
         for part in ("train", "test"):
             x, y = data.tensors(part, client, torch.device("cpu"))
@@ -397,9 +392,9 @@ def feature_of(weight: Tensor, bias: Tensor) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class Secret:
-    """Images that are attacked: raw (n, H, W, C), normalised (n, C, H, W) and labels (n,), and all of the data."""
+    """Images that are attacked: rows of the data (n,), normalised (n, C, H, W) and labels (n,), and all of the data."""
 
-    raw: Floats
+    rows: NDArray[np.int64]
     x: Tensor
     y: Tensor
     pixels: Floats
@@ -414,7 +409,7 @@ def secret_of(data: FederatedData, seed: int) -> Secret:
     rows = np.concatenate([rng.permutation(np.flatnonzero(labels == c))[: IMAGES // 10] for c in range(10)])
     x = normalise(channels_first(torch.from_numpy(raw[rows])), data.inputs)
     pixels = raw.astype(np.float64) / data.inputs.scale
-    return Secret(pixels[rows], x, torch.from_numpy(labels[rows]).long(), pixels, labels)
+    return Secret(rows, x, torch.from_numpy(labels[rows]).long(), pixels, labels)
 
 
 def judged(images: Floats, secret: Secret) -> dict[str, float]:
@@ -422,15 +417,8 @@ def judged(images: Floats, secret: Secret) -> dict[str, float]:
 
     `label` is the correlation of the class's mean image, which the label alone gives.
     """
-    unit = inversion.standardised(secret.pixels)
-    own, true = inversion.standardised(images), inversion.standardised(secret.raw)
-    similar, label, named = [], [], []
-    for image, real, c in zip(own, true, secret.y.tolist(), strict=True):
-        rows = np.flatnonzero(secret.labels == c)
-        similar.append(float(image @ real))
-        label.append(float(inversion.standardised(secret.pixels[rows].mean(axis=0)[None])[0] @ real))
-        named.append(bool(np.allclose(unit[rows[(unit[rows] @ image).argmax()]], real)))
-    return {"similar": float(np.mean(similar)), "label": float(np.mean(label)), "named": float(np.mean(named))}
+    similar, label, named, _ = inversion.compared(secret.rows[:, None], images, secret.pixels, secret.labels)
+    return {"similar": similar, "label": label, "named": named}
 
 
 def single_images(level: str, seed: int) -> dict[str, float]:

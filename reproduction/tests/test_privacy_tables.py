@@ -169,7 +169,7 @@ def test_a_gradient_without_noise_shows_feature_and_image() -> None:
     found = leakage.feature_of(*seen[-2:])
     assert found @ z / np.linalg.norm(found) / np.linalg.norm(z) == pytest.approx(1.0, abs=1e-4)
     image = leakage.matched(net, data.inputs, seen, y)
-    assert np.corrcoef(image.ravel(), secret.raw[0].ravel())[0, 1] > 0.9
+    assert np.corrcoef(image.ravel(), secret.pixels[secret.rows[0]].ravel())[0, 1] > 0.9
     noisy = leakage.step_of_client(leakage.gradient(net, x, y), 0.64, seeded(0))
     lost = leakage.feature_of(*noisy[-2:])
     assert lost @ z / np.linalg.norm(lost) / np.linalg.norm(z) < 0.7
@@ -179,7 +179,7 @@ def test_judging_by_hand() -> None:
     rng = np.random.default_rng(0)
     pixels = rng.random((4, 2, 2, 1))
     labels = np.array([0, 0, 1, 1])
-    secret = leakage.Secret(pixels[[0, 2]], torch.zeros(2, 1, 2, 2), torch.tensor([0, 1]), pixels, labels)
+    secret = leakage.Secret(np.array([0, 2]), torch.zeros(2, 1, 2, 2), torch.tensor([0, 1]), pixels, labels)
     perfect = leakage.judged(2 * pixels[[0, 2]] + 1, secret)
     assert perfect["similar"] == pytest.approx(1.0) and perfect["named"] == 1.0 and perfect["label"] < 1.0
     assert leakage.judged(pixels[[1, 2]], secret)["named"] == 0.5
