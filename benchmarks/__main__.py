@@ -71,11 +71,8 @@ def measure(
 def main() -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only",
-        default=",".join(PARTS),
-        help="comma-separated parts to run; only their figures and tables are updated (default: %(default)s)",
-    )
+    only = "comma-separated parts to run; only their figures and tables are updated (default: %(default)s)"
+    parser.add_argument("--only", default=",".join(PARTS), help=only)
     parser.add_argument("--data-dir", type=Path, help="folder with cifar10.npz (default: random images)")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder for the two files (default: docs)")
     parser.add_argument("--small", action="store_true", help="a form that tries out every part in seconds, without Ray")

@@ -3,9 +3,6 @@
 Two nodes train FedAvg on handwritten digits with TLS and node keys, each in processes of its own on this machine: with
 `fedapp supernode`, with nodes that import everything for each message (`--cold`), and with Flower's own SuperLink, in
 turns. It also counts the processor seconds of all processes by their kinds.
-
-Rounds differ by seconds, so they cannot tell what the public listener adds. `--requests 200` asks `fedapp superlink`
-and Flower's own SuperLink as a node does, in turns, and counts their processor seconds.
 """
 
 from __future__ import annotations
@@ -16,21 +13,16 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import psutil
-from flwr.app import Message, Metadata, RecordDict
-from flwr.app.message import make_message
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.run import RunNotRunningException
 
 from benchmarks.pages import markdown
 from fedapp import process
-from tests.deployment import NODES, Deployment, connected, deployed, until
+from tests.deployment import NODES, Deployment, deployed, until
 
 
 class Plain(Deployment):
@@ -67,51 +59,6 @@ PROGRAMS = {
 }
 """Kinds of processes by a part of their command lines; the first that fits counts."""
 MESSAGES = "messages"
-OBJECTS = 20
-"""What a reply of a small network consists of: the message, its records, and two objects for each array."""
-
-
-def added(requests: int, turns: int) -> dict[str, dict[str, list[float]]]:
-    """Return processor seconds for one request, by kind and SuperLink, one number for each turn.
-
-    Flower refuses them all, since there is no such run; what the listener does comes before that.
-    """
-
-    def reply_of(node: int) -> Message:
-        about = Metadata(1, "reply", node, 1, "order", "", time.time(), 60.0, "train")
-        return make_message(about, content=RecordDict())
-
-    found: dict[str, dict[str, list[float]]] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder,
-        deployed(Path(folder) / "fedapp", Deployment, nodes=NODES[:1]) as guarded,
-        deployed(Path(folder) / "flower", Plain, nodes=NODES[:1]) as plain,
-    ):
-        both = {"fedapp": guarded, "flower": plain}
-        for it in both.values():
-            it.superlink()
-            it.register(NODES[0])
-        parts = [ObjectTree(object_id=f"{i:064x}") for i in range(OBJECTS - 1)]
-        tree = ObjectTree(object_id="reply", children=parts)
-        kinds: dict[str, tuple[Callable[[Any], Any], int]] = {
-            "a question (get-run)": (lambda node: node[3](1), 1),
-            f"a list of {OBJECTS} objects": (lambda node: node[1](reply_of(node[4]), tree, 1.0), 1),
-            "an object of 64 KB": (lambda node: node[2](1, "", "0" * 64, bytes(64_000)), 1),
-            "an object of 5 MB": (lambda node: node[2](1, "", "0" * 64, bytes(5_000_000)), 10),
-        }
-        for turn in range(turns):
-            for name, it in list(both.items())[:: -1 if turn % 2 else 1]:
-                server = psutil.Process(it.processes["superlink"].pid)
-                with connected(it, NODES[0]) as node:
-                    for kind, (ask, fewer) in kinds.items():
-                        before, times = server.cpu_times(), max(1, requests // fewer)
-                        for _ in range(times):
-                            with contextlib.suppress(Exception, RunNotRunningException):
-                                ask(node)
-                        after = server.cpu_times()
-                        took = after.user + after.system - before.user - before.system
-                        found.setdefault(kind, {}).setdefault(name, []).append(took / times)
-    return found
 
 
 @dataclass
@@ -171,11 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="of a run, of which the first does not count")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a run-config key")
     parser.add_argument("--only", choices=KINDS, action="append", help="measure these deployments alone")
-    parser.add_argument("--requests", type=int, default=0, help="requests of each kind and turn, in place of rounds")
     given = parser.parse_args(arguments)
-    if given.requests:
-        print("\n".join(of_requests(added(given.requests, given.turns))))
-        return
     turns: dict[str, list[Turn]] = {kind: [] for kind in given.only or KINDS}
     for turn in range(given.turns):
         for name in list(turns)[:: -1 if turn % 2 else 1]:
@@ -185,17 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             turns[name].append(found)
     print("\n".join(table(turns)))
     print(f"\n{psutil.cpu_count()} cores of {process.processor()}; load {psutil.getloadavg()[1]:.1f} at the end")
-
-
-def of_requests(found: dict[str, dict[str, list[float]]]) -> list[str]:
-    """Return the table of single requests."""
-    rows = []
-    for kind, of in found.items():
-        more = [1000 * (a - b) for a, b in zip(of["fedapp"], of["flower"], strict=True)]
-        both = (f"{1000 * statistics.median(of[name]):.2f}" for name in ("flower", "fedapp"))
-        rows.append((kind, *both, f"{statistics.median(more):.2f} ({min(more):.2f} to {max(more):.2f})"))
-    heads = "request|flower-superlink, ms:|fedapp superlink, ms:|difference, ms: median (min to max of turns):"
-    return markdown(heads, rows)
 
 
 def table(turns: dict[str, list[Turn]]) -> list[str]:

@@ -46,10 +46,8 @@ class Floor:
     """
 
     def __init__(self, config: RunConfig, workers: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(
-            workers, context, initializer=process.prepare, initargs=(config.training.threads,)
-        )
+        context, threads = multiprocessing.get_context("spawn"), config.training.threads
+        self._pool = ProcessPoolExecutor(workers, context, initializer=process.prepare, initargs=(threads,))
         sizes = [len(c.train) for c in federated(config, config.data.clients).partition.clients]
         self._order = sorted(range(len(sizes)), key=lambda k: -sizes[k])
         self._one = partial(one_client, config)

@@ -292,6 +292,8 @@ def read_folder(listing: Listing, store: Store, settings: DataSettings) -> Own:
         than :data:`MOST_BYTES` in the size that was asked for.
     """
     bad = dict(listing.bad)
+    from PIL import Image
+
     while True:
         # Only sizes that are kept depend on how pictures are turned; of a PNG file that is known once it is decoded.
         shapes, grey = _sizes(listing, bad, turn=settings.image_size == 0)
@@ -306,7 +308,9 @@ def read_folder(listing: Listing, store: Store, settings: DataSettings) -> Own:
             # Training pictures first, then those for validation.
             rows = [p for part in parts for p in good if p.part == part]
             x = store.create(f"x_{split}", (len(rows), *size, channels), np.uint8)
-            _decoded(x, [p.path for p in rows], f"folder {split}", bad)
+            for row, path in enumerate(_progress([p.path for p in rows], f"folder {split}")):
+                with _noted(path, bad), Image.open(path, formats=FORMATS) as picture:
+                    x[row] = pixels(picture, x.shape[1:])
             arrays[f"x_{split}"] = x
             arrays[f"y_{split}"] = np.array([number[p.label] for p in rows], np.int64)
         if bad and not settings.skip_bad:
@@ -348,15 +352,6 @@ def _sizes(listing: Listing, bad: dict[Path, str], turn: bool) -> tuple[list[tup
             shapes.append(_upright(picture) if turn else picture.size)
             grey = grey and picture.mode in GREY
     return shapes, grey
-
-
-def _decoded(x: UInt8, paths: Sequence[Path], text: str, bad: dict[Path, str]) -> None:
-    """Fill x (N, H, W, channels) with pictures; files that cannot be decoded are noted."""
-    from PIL import Image
-
-    for row, path in enumerate(_progress(paths, text)):
-        with _noted(path, bad), Image.open(path, formats=FORMATS) as picture:
-            x[row] = pixels(picture, x.shape[1:])
 
 
 def pixels(picture: Any, shape: tuple[int, ...]) -> UInt8:

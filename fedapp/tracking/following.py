@@ -187,7 +187,10 @@ class Trackers:
     def _start(self, name: str, done: int) -> None:
         """Start a tracker, and give it the rounds up to `done` that it lacks."""
         known = self.state.setdefault(name, {"key": ""})
-        facts = self.out, short_name(self.out), settings(self.config, self.out), tags(self.config, self.out)
+        of = self.config
+        tags = {"method": of.federation.method, "dataset": of.data.dataset, "seed": str(of.federation.seed)}
+        tags |= {"folder": str(self.out), "fedapp": __version__}
+        facts = self.out, short_name(self.out), settings(of, self.out), tags
         last = int(known.setdefault("round", 0))
         tracker = self.working[name] = _class(name)(Tracked(*facts, key=str(known["key"]), step=last))
         known["key"] = tracker.key
@@ -309,12 +312,6 @@ def settings(config: RunConfig, out: Path) -> dict[str, Value]:
     plain = {k: v if isinstance(v, (bool, int, float, str)) else json.dumps(v) for k, v in inner.items()}
     flat = {k: v for k, v in config.to_flat().items() if k not in ("resume", "track", "out")}
     return {**flat, **{f"hparam.{k}": v for k, v in plain.items()}, "out": str(out)}
-
-
-def tags(config: RunConfig, out: Path) -> dict[str, str]:
-    """Return few facts to find a run by."""
-    facts = {"method": config.federation.method, "dataset": config.data.dataset, "seed": str(config.federation.seed)}
-    return {**facts, "folder": str(out), "fedapp": __version__}
 
 
 def flattened(value: Any, name: str = "") -> Iterator[tuple[str, float]]:

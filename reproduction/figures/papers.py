@@ -15,6 +15,7 @@ from fedapp.errors import BadRequest, suggest
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import gallery
 from fedapp.results.figures import heads as own_heads
+from fedapp.results.figures.scores import by_method
 from fedapp.results.figures.style import MUTED, Drawing, one_look_each
 from fedapp.results.figures.words import Runs, Words, title_of, titled
 from fedapp.results.runs import RunResult, labelled, read
@@ -168,9 +169,7 @@ FIGURES = {**PAPERS, **FURTHER}
 
 def failed(runs: Iterable[RunResult]) -> str:
     """Name the methods with failed runs, with seeds, round and reason; an empty string where none failed."""
-    lost: dict[str, list[RunResult]] = {}
-    for run in (r for r in runs if not r.ok):
-        lost.setdefault(run.label, []).append(run)
+    lost = by_method([run for run in runs if not run.ok])
     texts = (
         f"{title_of(label)}, seed {', '.join(str(r.seed) for r in members)} ({members[0].failure})"
         for label, members in lost.items()

@@ -16,16 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pages import markdown
 from fedapp.engines.local import run
 
-OTHERS = {
-    "fed3r": ("fed3r", ""),
-    "fed3r, normalised": ("fed3r", "normalise=true"),
-    "lda": ("lda", ""),
-    "fedncm": ("fedncm", ""),
-    "fedcof": ("fedcof", ""),
-}
-"""Heads on the given extractor: method and its arguments."""
+OTHERS = {"fed3r": "", "fed3r, normalised": "normalise=true", "lda": "", "fedncm": "", "fedcof": ""}
+"""Heads on the given extractor, which begin with the method, and its arguments."""
 
 
 def measured(seed: int, out: Path, settings: dict[str, Any]) -> dict[str, float]:
@@ -35,23 +30,22 @@ def measured(seed: int, out: Path, settings: dict[str, Any]) -> dict[str, float]
     found = base.summary["calibration"]
     scores = {"FedAvg's own": found["before"], "ccvr": found["after"], "ccvr on real features": found["oracle"]}
     common |= {"num_server_rounds": 1, "weights": str((base.out / "models" / "last.safetensors").absolute())}
-    for name, (method, args) in OTHERS.items():
-        folder = out / f"{name.replace(', ', '-')}-s{seed}"
-        scores[name] = run(method=method, method_args=f"base=none {args}", out=folder, **common).summary["calibration"][
-            "after"
-        ]
+    for name, args in OTHERS.items():
+        folder, method = out / f"{name.replace(', ', '-')}-s{seed}", name.partition(",")[0]
+        done = run(method=method, method_args=f"base=none {args}", out=folder, **common)
+        scores[name] = done.summary["calibration"]["after"]
     return {name: 100 * float(value) for name, value in scores.items()}
 
 
 def table(rows: list[dict[str, float]]) -> str:
     """Return a table of means over seeds, the best first, and in how many seeds each head was first."""
-    lines = [f"| head | {len(rows)} seeds | first in |", "|---|---:|---:|"]
+    lines = []
     for name in sorted(rows[0], key=lambda n: -np.mean([r[n] for r in rows])):
         values = [r[name] for r in rows]
         spread = f" ± {np.std(values, ddof=1):.1f}" if len(rows) > 1 else ""
         first = sum(r[name] == max(r.values()) for r in rows)
-        lines.append(f"| {name} | {np.mean(values):.1f}{spread} | {first} |")
-    return "\n".join(lines)
+        lines.append((name, f"{np.mean(values):.1f}{spread}", first))
+    return "\n".join(markdown(f"head|{len(rows)} seeds:|first in:", lines))
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 from sklearn.datasets import load_digits
 
+from benchmarks.pages import markdown
 from fedapp.core import masks
 from fedapp.core.secret_shares import SHARE
 from fedapp.core.secure_sum import KEY, SEALED, Collector, Member, noise_share, threshold
@@ -119,21 +120,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--noise", action="store_true", help="accuracy of noised class means instead")
     given = parser.parse_args(arguments)
     if given.noise:
-        print("| epsilon | none | at each client | shares, all 10 answer | shares, 7 answer and 1 helps the server |")
-        print("|---|---|---|---|---|")
-        for epsilon in (0.5, 1, 2, 4, 8):
-            accuracies = [f"{m:.2f} ± {d:.2f}" for m, d in utility(epsilon).values()]
-            print(f"| {epsilon:g} | " + " | ".join(accuracies) + " |")
+        heads = "epsilon|none|at each client|shares, all 10 answer|shares, 7 answer and 1 helps the server"
+        found = {epsilon: utility(epsilon).values() for epsilon in (0.5, 1, 2, 4, 8)}
+        print(
+            "\n".join(markdown(heads, [(f"{e:g}", *(f"{m:.2f} ± {d:.2f}" for m, d in of)) for e, of in found.items()]))
+        )
         return
-    print(
-        "| clients | t | plain reply | hidden vector | further up | down | shares | masks | agree | reveal | server |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    rows = []
     for clients in given.clients:
         runs = [measured(clients, given.numbers, given.gone) for _ in range(given.repeats)]
         best = {name: min(run[name] for run in runs) for name in runs[0]}
         size = {name: f"{value / 1000:.1f} KB" for name, value in sizes(clients, given.numbers).items()}
         steps = [f"{1000 * best[name]:.1f} ms" for name in ("shares", "masks", "agree", "reveal")]
         server = f"{1000 * (best['add'] + best['open']):.0f} ms"
-        cells = [clients, threshold(clients, DROPOUT), *(size[n] for n in ("plain", "hidden", "up", "down")), *steps]
-        print("| " + " | ".join(map(str, [*cells, server])) + " |")
+        sent = (size[n] for n in ("plain", "hidden", "up", "down"))
+        rows.append((clients, threshold(clients, DROPOUT), *sent, *steps, server))
+    heads = "clients|t|plain reply|hidden vector|further up|down|shares|masks|agree|reveal|server"
+    print("\n".join(markdown(heads, rows)))

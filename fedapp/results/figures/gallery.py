@@ -71,10 +71,6 @@ class Gallery:
         else:
             self.sections.setdefault(job.section, []).extend(found)
 
-    def add_known(self, name: str, runs: Runs) -> None:
-        """Draw a figure of `FIGURES`."""
-        self.add(_known(name, runs))
-
     def add_all(self, jobs: Sequence[Job], progress: Progress | None = None) -> None:
         """Draw all jobs in turn; see :meth:`add`."""
         for number, job in enumerate(jobs, 1):
