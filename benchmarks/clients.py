@@ -1,7 +1,7 @@
 """How cost grows with the number of clients when as many take part in a round: start, round, last scores, memory.
 
 `python -m benchmarks.clients` runs LG-FedAvg, whose clients keep a model of their own on disk, with 100 clients a round
-on images of 8 x 8 pixels, 7 to train on and one to test on for each client; `--images` and `--side` ask for others.
+on images of 8 x 8 pixels, 7 to train on and one to test on for each client.
 `--set dataset=mnist --set data-dir=DIR` takes real ones. It prints a table of wall-clock seconds and, in brackets,
 processor seconds of all processes, which a busy machine changes less. `--out FILE` writes JSON.
 """
@@ -35,9 +35,6 @@ from fedapp.engines import superlink as launch
 IMAGES = (7, 1)
 """Images of each client, to train on and to test on."""
 
-SIDE = 8
-"""Pixels of a side of an image."""
-
 
 @dataclass(frozen=True)
 class Point:
@@ -66,14 +63,14 @@ class Point:
     peak: int
 
 
-def images(folder: Path, clients: int, each: tuple[int, int] = IMAGES, side: int = SIDE) -> Path:
-    """Write a pattern for each class and noise on it: so many images to train and test on for each client."""
+def images(folder: Path, clients: int, each: tuple[int, int]) -> Path:
+    """Write 8 x 8 pixels of a pattern for each class and noise: `each` client's images to train and test on."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     number = sum(each) * clients
     y = rng.integers(0, 10, number)
-    noise = rng.integers(-60, 61, (number, side, side, 1), dtype=np.int16)
-    x = np.clip(rng.integers(0, 256, (10, side, side, 1), dtype=np.int16)[y] + noise, 0, 255).astype(np.uint8)
+    noise = rng.integers(-60, 61, (number, 8, 8, 1), dtype=np.int16)
+    x = np.clip(rng.integers(0, 256, (10, 8, 8, 1), dtype=np.int16)[y] + noise, 0, 255).astype(np.uint8)
     cut = each[0] * clients
     np.savez(folder / "images.npz", x_train=x[:cut], y_train=y[:cut], x_test=x[cut:], y_test=y[cut:])
     return folder
@@ -137,19 +134,10 @@ class Marks:
         )  # fmt: skip
 
 
-def measure(
-    folder: Path,
-    name: str,
-    clients: int,
-    a_round: int,
-    rounds: int,
-    each: tuple[int, int] = IMAGES,
-    side: int = SIDE,
-    **values: Any,
-) -> Point:
+def measure(folder: Path, name: str, clients: int, a_round: int, rounds: int, **values: Any) -> Point:
     """Run one point; `name` is `ray` or `local`."""
     out = folder / "out"
-    data = images(folder / "data", clients, each, side)
+    data = images(folder / "data", clients, IMAGES)
     flat = configuration(data, out, clients, a_round, rounds, **values)
     if name == "local":
         marks = Marks(lambda: [psutil.Process()])
@@ -185,19 +173,15 @@ def main() -> None:
     parser.add_argument("--clients", default="100,1000,10000", help="numbers of clients (default: %(default)s)")
     parser.add_argument("--a-round", type=int, default=100, help="clients of a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=6, help="rounds, the first of which does not count")
-    parser.add_argument("--images", default="7,1", help="of a client, to train and test on (default: %(default)s)")
-    parser.add_argument("--side", type=int, default=SIDE, help="pixels of an image's side (default: %(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a run-config key")
     parser.add_argument("--out", type=Path, help="file for the figures, to which they are added")
     options = parser.parse_args()
     values = collect({}, options.set)
-    train, test = map(int, options.images.split(","))
     points = []
     for clients in map(int, options.clients.split(",")):
         with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder:
             a_round = min(clients, options.a_round)
-            images_of = ((train, test), options.side)
-            points.append(measure(Path(folder), options.engine, clients, a_round, options.rounds, *images_of, **values))
+            points.append(measure(Path(folder), options.engine, clients, a_round, options.rounds, **values))
         if options.out is not None:
             kept = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
             options.out.write_text(json.dumps([*kept, asdict(points[-1])], indent=1) + "\n", encoding="utf-8")

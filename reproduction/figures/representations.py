@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,24 +31,6 @@ def _of_one_width(models: Mapping[int, SplitModel]) -> None:
         raise Unavailable(f"the clients' representations have different widths ({sorted(widths)})")
 
 
-@dataclass(frozen=True, eq=False)
-class Embedding:
-    """Representations of the same test images by clients, in two dimensions (FedClassAvg, Fig. 8).
-
-    Attributes
-    ----------
-    points : (n, 2).   label, client : (n,).
-    silhouette_label, silhouette_client : mean silhouette of the representations themselves (not of the picture), by
-        class and by client, in -1..1: high by class and low by client where clients agree.
-    """
-
-    points: Floats
-    label: Ints
-    client: Ints
-    silhouette_label: float
-    silhouette_client: float
-
-
 def embed(rows: NDArray[Any], seed: int) -> Floats:
     """Return the t-SNE (n, 2) of rows (n, d): started at the principal components, perplexity at most 30, seeded."""
     from sklearn.manifold import TSNE
@@ -63,13 +46,20 @@ def embed(rows: NDArray[Any], seed: int) -> Floats:
     return points
 
 
-def client_embedding(run: RunResult, clients: int | None = 8, points: int = 1200, activated: bool = True) -> Embedding:
-    """Embed the representations of the same test images by the trained trunks of clients.
+def client_embedding(
+    run: RunResult, clients: int | None = 8, points: int = 1200, activated: bool = True
+) -> tuple[Floats, dict[str, Ints], list[float]]:
+    """Embed the representations of the same test images by the trained trunks of clients (FedClassAvg, Fig. 8).
 
     Parameters
     ----------
     clients : how many at most, by id; None = all.   points : images times clients, 20 images at least.
     activated : what the head sees; False = the trunk's output before the ReLU, as in the paper's Fig. 8.
+
+    Returns
+    -------
+    Points (n, 2), their numbers (n,) `by class` and `by client`, and the mean silhouette of the representations
+    themselves by both, in -1..1: high by class and low by client where clients agree.
     """
     from sklearn.metrics import silhouette_score
 
@@ -78,11 +68,9 @@ def client_embedding(run: RunResult, clients: int | None = 8, points: int = 1200
     x, y = probe(run, max(20, points // len(models)))
     # Clients train to representations of different length. At one scale, what differs is their shape.
     rows = np.concatenate([_at_unit_scale(represent(run, m, x, activated)) for m in models.values()])
-    label = np.tile(y, len(models))
-    client = np.repeat(list(models), len(y))
-    by_label = float(silhouette_score(rows, label)) if len(set(y)) > 1 else float("nan")
-    by_client = float(silhouette_score(rows, client)) if len(models) > 1 else float("nan")
-    return Embedding(embed(rows, run.seed), label, client, by_label, by_client)
+    numbers = {"by class": np.tile(y, len(models)), "by client": np.repeat(list(models), len(y))}
+    apart = [float(silhouette_score(rows, of)) if len(set(of)) > 1 else math.nan for of in numbers.values()]
+    return embed(rows, run.seed), numbers, apart
 
 
 def _at_unit_scale(rows: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -174,18 +162,15 @@ def embedding(runs: Runs, whole: bool = False) -> Words:
     if whole:
         draw = partial(client_embedding, clients=None, points=2000, activated=False)
     found = each(runs, draw)
-    rows = {n: (e.points, {"by class": e.label, "by client": e.client}) for n, e in found.items()}
-    said = "; ".join(
-        f"{n}: {e.silhouette_label:.2f} by class, {e.silhouette_client:.2f} by client" for n, e in found.items()
-    )
-    clients = len(np.unique(next(iter(found.values())).client))
+    said = "; ".join(f"{n}: {label:.2f} by class, {client:.2f} by client" for n, (*_, (label, client)) in found.items())
+    clients = len(np.unique(next(iter(found.values()))[1]["by client"]))
     return (
         f"t-SNE of the representations{' before the ReLU' if whole else ''} of the same test images by "
         f"{'all ' if whole else ''}{clients} clients' trunks, drawn as class numbers "
         "and as client numbers. Where clients agree, numbers mix on the right and part on the left. Mean silhouette of "
         f"the representations themselves, -1 to 1: {said}.",
         f"Scatter plots of representations by class and by client. Silhouette: {said}.",
-        plots.embedding(rows),
+        plots.embedding({n: (points, numbers) for n, (points, numbers, _) in found.items()}),
     )
 
 

@@ -92,8 +92,8 @@ def test_all_clients_before_the_relu(folder: Path) -> None:
     expected = model.features(normalise(x.permute(0, 3, 1, 2), models.data_of(one).inputs)).detach().numpy()
     np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)
     assert rows.min() < 0 <= models.represent(one, model, x).min()
-    found = representations.client_embedding(one, clients=None, points=60, activated=False)
-    assert sorted(set(found.client.tolist())) == [0, 1, 2]
+    _, numbers, _ = representations.client_embedding(one, clients=None, points=60, activated=False)
+    assert sorted(set(numbers["by client"].tolist())) == [0, 1, 2]
     caption, _, _ = papers.PAPERS["fedclassavg-8"].draw([one])
     assert "before the ReLU of the same test images by all 3 clients" in caption
 
