@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "architecture.svg"
 ROOMS = [
     ("errors", "lazy", "method"),
-    ("process", "settings"),
+    ("files", "process", "settings"),
     ("core", "plugins", "sampling"),
     ("data", "models"),
     ("learning",),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedapp import RunResult, cli, config, registry, run, server_app
+from fedapp import RunResult, cli, config, files, registry, run, server_app
 from fedapp.config import DEFAULTS, FIELDS, KEYS, from_flat, keys
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
@@ -276,7 +276,7 @@ def test_a_folder_that_becomes_unwritable_refuses_to_resume(tmp_path: Path, monk
     def denied(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(results.tempfile, "mkstemp", denied)
+    monkeypatch.setattr(files.tempfile, "mkstemp", denied)
     with pytest.raises(BadRequest, match=r"cannot be written \(Permission denied\)"):
         engines.resumed(tmp_path, {})
 

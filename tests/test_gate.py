@@ -775,12 +775,13 @@ def test_a_database_belongs_to_one_superlink(tmp_path: Path) -> None:
     with database.lock_database(path), database.lock_database(str(tmp_path / "c.db")):
         with database.lock_database(":flwr-in-memory:"), database.lock_database(":flwr-in-memory:"):
             pass
-        with pytest.raises(BadRequest, match="another SuperLink uses"):
-            database.lock_database(str(link))
+        with pytest.raises(BadRequest, match="another SuperLink uses"), database.lock_database(str(link)):
+            pass
     with database.lock_database(path):
         pass
-    with pytest.raises(BadRequest, match="cannot be locked"):
-        database.lock_database(str(tmp_path / "missing" / "a.db"))
+    missing = database.lock_database(str(tmp_path / "missing" / "a.db"))
+    with pytest.raises(BadRequest, match="missing cannot be written"), missing:
+        pass
 
 
 def test_the_folder_for_secrets_is_no_link(tmp_path: Path) -> None:

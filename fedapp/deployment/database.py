@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import os
 import time
@@ -16,6 +15,7 @@ from sqlalchemy.pool import Pool
 
 from fedapp.engines.control import replace_attribute
 from fedapp.errors import BadRequest
+from fedapp.files import locked
 
 TURN = 20.0
 """Seconds that a request waits for others which write to the database; a node waits 30 for its answer."""
@@ -55,15 +55,8 @@ def lock_database(database: str) -> contextlib.AbstractContextManager[object]:
     """
     if database.startswith(":"):
         return contextlib.nullcontext()
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(Path(f"{Path(database).resolve()}.lock").open("ab"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise BadRequest(f"another SuperLink uses {database}: stop it, or name another --database") from e
-        except OSError as e:
-            raise BadRequest(f"the database {database} cannot be locked: {e}") from e
-        return stack.pop_all()
+    taken = f"another SuperLink uses {database}: stop it, or name another --database"
+    return locked(Path(f"{Path(database).resolve()}.lock"), taken)
 
 
 def end_runs(app: Any) -> None:

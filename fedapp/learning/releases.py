@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from filelock import FileLock, Timeout
 
 from fedapp.core.noise import Source, seeded, system
 from fedapp.core.privacy import (
@@ -46,8 +45,8 @@ from fedapp.core.privacy import (
     step_of,
 )
 from fedapp.errors import BadRequest
+from fedapp.files import atomic, locked, private_folder, synced
 from fedapp.learning.dp_sgd import NoisySteps
-from fedapp.learning.state import private_folder, synced
 
 SCHEMA = 2
 """Of lines with steps of a training; those of single releases have 1. An older fedapp reads only the latter."""
@@ -167,12 +166,10 @@ class Ledger:
         BadRequest : the release would pass the budget, or the ledger cannot be read or written.
         """
         private_folder(self.path.parent, durable=True)
-        lock = FileLock(f"{self.path}.lock", timeout=PATIENCE)
+        taken = f"{self.path} is held by another process: end it, then start again"
         try:
-            with lock:
+            with locked(Path(f"{self.path}.lock"), taken, PATIENCE):
                 return self._book(privacy, about, steps)
-        except Timeout as e:
-            raise BadRequest(f"{self.path} is held by another process: end it, then start again") from e
         except OSError as e:
             raise BadRequest(f"{self.path} cannot be written ({e.strerror}), so nothing is released") from e
 
@@ -219,13 +216,8 @@ class Ledger:
         """Keep the number of releases and the hash of the last one; it is on the disk when this returns."""
         assert self.head is not None
         private_folder(self.head.parent, durable=True)
-        part = self.head.with_name(f"{self.head.name}.part")
-        with part.open("w", encoding="utf-8") as file:
-            json.dump({"releases": releases, "hash": last}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self.head)
-        synced(self.head.parent)
+        with atomic(self.head, durable=True) as part:
+            part.write_text(json.dumps({"releases": releases, "hash": last}), encoding="utf-8")
 
 
 def _chained(before: str, line: bytes) -> str:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from fedapp.files import atomic, private_folder
 from fedapp.method import Array, Arrays
 
 SCHEMA = 2
@@ -42,8 +42,8 @@ LARGE = 1 << 22
 """Bytes of a file from which on it matters that the kernel keeps a copy in memory."""
 _recent: deque[Path] = deque(maxlen=4)
 """The last files of this process that nobody reads soon."""
-_PART = re.compile(r"^\.(tmp\w{6}|.*\.safetensors\..*\.part)$")
-"""Temporary files: of safetensors itself, which writes to another name too, and of `write_safetensors`."""
+_PART = re.compile(r"^\.(tmp\w{6}|.*\.part)$")
+"""Temporary files: of safetensors itself, which writes to another name too, and of `files.atomic`."""
 AFRESH = "delete it to start this client afresh"
 BEGIN_ANEW = "put the right state folder back, or let it begin anew with --set lost-state=restart"
 
@@ -98,15 +98,6 @@ def is_token(run: str) -> bool:
     return bool(_TOKEN.match(run))
 
 
-def synced(path: Path) -> None:
-    """Wait until a file or the entries of a folder are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def let_go(path: Path) -> None:
     """Let the kernel reuse the memory in which it keeps a file that nobody reads soon.
 
@@ -124,22 +115,6 @@ def let_go(path: Path) -> None:
                 os.posix_fadvise(handle, 1 << 20, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(handle)
-
-
-def private_folder(folder: Path, durable: bool = False) -> None:
-    """Make a folder, and those above it that are missing, for this user alone (mode 0700).
-
-    Parameters
-    ----------
-    durable : wait until the new entries are on the disk.
-    """
-    missing = [f for f in (folder, *folder.parents) if not f.exists()]
-    for new in reversed(missing):
-        new.mkdir(mode=0o700, exist_ok=True)
-        if durable:
-            synced(new.parent)
-    if folder.stat().st_mode & 0o077:
-        folder.chmod(0o700)
 
 
 def remove_parts(folder: Path) -> None:
@@ -163,14 +138,11 @@ def _digest(contents: Mapping[str, Any]) -> str:
 
 
 def write_safetensors(path: Path, arrays: Arrays, header: Mapping[str, object], durable: bool = False) -> str:
-    """Write arrays atomically (temporary file in the same folder, then rename) with a JSON header; return their digest.
-
-    Only this user may read the file (mode 0600).
+    """Write arrays atomically with a JSON header, for this user alone (mode 0600); return their digest.
 
     Parameters
     ----------
-    durable : also survive a power cut. The file is on the disk before it gets its name, and the name before this
-        function returns, so that older files may be removed then.
+    durable : also survive a power cut.
 
     Raises
     ------
@@ -178,18 +150,8 @@ def write_safetensors(path: Path, arrays: Arrays, header: Mapping[str, object], 
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     contents = _contents(arrays)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")  # mode 0600
-    os.close(handle)
-    try:
-        save_file(arrays, name, metadata={"fedapp": json.dumps({**header, "contents": contents})})
-        if durable:
-            synced(Path(name))
-        Path(name).replace(path)
-        if durable:
-            synced(path.parent)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with atomic(path, durable) as part:
+        save_file(arrays, str(part), metadata={"fedapp": json.dumps({**header, "contents": contents})})
     return _digest(contents)
 
 

@@ -30,11 +30,9 @@ import io
 import itertools
 import json
 import math
-import os
 import platform
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
@@ -42,11 +40,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from fedapp import __version__
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest
+from fedapp.files import atomic, check_folder, locked, unusable
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
 from fedapp.results.cells import cell, uncelled
@@ -62,15 +60,8 @@ PACKAGES = ("fedapp", "flwr", "ray", "torch", "torchvision", "numpy", "pandas", 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: whoever reads the old one never sees half of the new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(text)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with atomic(path, mode=0o644) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
@@ -89,13 +80,12 @@ def clean(value: Any) -> Any:
     return value
 
 
-@contextlib.contextmanager
 def only_writer(
     out: Path,
     patience: float = 0.0,
     tell: Callable[[str], None] = lambda text: None,
     who: str = "server process",
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Hold a folder while a server, or another program `who`, writes to it.
 
     Parameters
@@ -108,23 +98,13 @@ def only_writer(
     ------
     BadRequest : another process writes there.
     """
-    lock = FileLock(out / LOCK)
     text = f"another {who} still writes to {out}"
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        try:
-            if patience:
-                tell(f"{text}: waiting up to {patience:g} s for its end")
-            lock.acquire(timeout=patience)
-        except Timeout:
-            raise BadRequest(f"{text}: wait until it has ended, or end it") from None
-    except OSError as e:
-        raise BadRequest(_unusable(out, e)) from e
-    try:
-        yield
-    finally:
-        lock.release()
+
+    def waiting() -> None:
+        if patience:
+            tell(f"{text}: waiting up to {patience:g} s for its end")
+
+    return locked(out / LOCK, f"{text}: wait until it has ended, or end it", patience, waiting)
 
 
 def check_out(out: Path, resume: bool) -> None:
@@ -143,7 +123,7 @@ def check_out(out: Path, resume: bool) -> None:
         elif out.is_dir() and any(p.name not in ALLOWED_BEFORE for p in out.iterdir()):
             raise BadRequest(f"{out} is not empty; give a new folder, or continue the run in it with --resume {out}")
     except OSError as e:
-        raise BadRequest(_unusable(out, e)) from e
+        raise BadRequest(unusable(out, e)) from e
     check_writable(out)
 
 
@@ -155,16 +135,9 @@ def check_writable(folder: Path) -> None:
     BadRequest : it cannot; the message has the system's reason.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder)
-        os.close(handle)
-        Path(name).unlink()
+        check_folder(folder)
     except OSError as e:
-        raise BadRequest(_unusable(folder, e)) from e
-
-
-def _unusable(folder: Path, error: OSError) -> str:
-    return f"{folder} cannot be written ({error.strerror or error}); give a folder that you may write to"
+        raise BadRequest(unusable(folder, e)) from e
 
 
 def absolute(folder: Path) -> Path:
@@ -198,7 +171,7 @@ def new_folder(root: Path, name: str) -> Path:
             if not root.is_dir():
                 raise BadRequest(f"{root} is a file; give a folder with --out") from None
         except OSError as e:
-            raise BadRequest(_unusable(folder, e)) from e
+            raise BadRequest(unusable(folder, e)) from e
         else:
             return folder
     raise AssertionError("there is always a next number")
@@ -252,10 +225,8 @@ def keep_rows(path: Path, wanted: Callable[[list[str]], bool]) -> None:
     with path.open(newline="", encoding="utf-8") as f:
         rows = list(csv.reader(f))
     kept = [r for r in rows[1:] if len(r) == len(rows[0]) and wanted(r)]
-    part = path.with_suffix(".part")
-    with part.open("w", newline="", encoding="utf-8") as f:
+    with atomic(path, mode=0o666) as part, part.open("w", newline="", encoding="utf-8") as f:
         csv.writer(f, lineterminator="\n").writerows([*rows[:1], *kept])
-    part.replace(path)
 
 
 class RunDirectory:

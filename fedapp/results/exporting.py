@@ -10,7 +10,7 @@ import copy
 import io
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fedapp.core.products import Linear
 from fedapp.errors import BadRequest
+from fedapp.files import atomic
 from fedapp.results.predict import LoadedModel, described
 
 FORMATS = ("pt2", "onnx")
@@ -64,21 +65,16 @@ def write(net: LoadedModel, to: str, path: Path) -> float:
     with torch.inference_mode(), _traced():
         wanted = net(x)  # before tracing, so that the transform's cached constants are real tensors
     facts = json.dumps(described(net.inputs, net.classes))
-    part = path.with_name(f".part-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _traced():
-            found = (_pt2 if to == "pt2" else _onnx)(_traceable(net), part, facts, x)
-        difference = float((found - wanted).detach().abs().max())
-        if not difference <= CLOSE * max(1.0, float(wanted.abs().max())):
-            raise RuntimeError(f"the exported graph differs from the model by {difference:g}; nothing was kept")
-        if part.exists():
-            part.replace(path)
+        with atomic(path, mode=0o666) as part:
+            with _traced():
+                found = (_pt2 if to == "pt2" else _onnx)(_traceable(net), part, facts, x)
+            difference = float((found - wanted).detach().abs().max())
+            if not difference <= CLOSE * max(1.0, float(wanted.abs().max())):
+                raise RuntimeError(f"the exported graph differs from the model by {difference:g}; nothing was kept")
     except OSError as e:
         raise BadRequest(f"{path} cannot be written ({e.strerror or e}): choose another --out") from e
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
     return difference
 
 

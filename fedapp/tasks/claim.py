@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from fedapp.errors import BadRequest
-from fedapp.learning.state import is_token, private_folder
+from fedapp.files import atomic, locked, private_folder
+from fedapp.learning.state import is_token
 
 SILENCE = 120.0
 """Seconds after which a run that has sent nothing counts as ended."""
@@ -109,13 +108,8 @@ def held(folder: Path, run: str, last: bool, flower: int = 0) -> Iterator[None]:
     BadRequest : another run is in progress there.
     """
     private_folder(folder)
-    lock = FileLock(folder / _LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        check(folder, run)
-        lock.acquire()  # an earlier message of the same run
-    try:
+    # An earlier message of the same run is waited for.
+    with locked(folder / _LOCK, patience=-1, waiting=lambda: check(folder, run)):
         check(folder, run)
         former, now = _note(folder), time.time()
         mine = former.get("run") == run
@@ -136,15 +130,12 @@ def held(folder: Path, run: str, last: bool, flower: int = 0) -> Iterator[None]:
                 (folder / _NOTE).unlink(missing_ok=True)
             else:
                 _write(folder, run, pause, flower)
-    finally:
-        lock.release()
 
 
 def _write(folder: Path, run: str, pause: float, flower: int) -> None:
-    part = folder / f"{_NOTE}.part"
     note = {"run": run, "flower": flower, "seen": time.time(), "pause": pause}
-    part.write_text(json.dumps(note), encoding="utf-8")
-    part.replace(folder / _NOTE)
+    with atomic(folder / _NOTE) as part:
+        part.write_text(json.dumps(note), encoding="utf-8")
 
 
 def remove_ended(root: Path, days: float, remove: bool) -> tuple[int, int]:
@@ -160,7 +151,7 @@ def remove_ended(root: Path, days: float, remove: bool) -> tuple[int, int]:
     runs = size = 0
     for ended in sorted(root.glob(f"*/*/*{ENDED}")):
         folder, run = ended.parent, ended.name.removesuffix(ENDED)
-        with FileLock(folder / _LOCK):
+        with locked(folder / _LOCK, patience=-1):
             files = [f for f in folder.glob(f"{run}.*") if f.is_file()]
             if not (is_token(run) and ended in files and time.time() - ended.stat().st_mtime >= days * 86400):
                 continue

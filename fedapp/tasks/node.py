@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from fedapp.data.moments import Samples
 from fedapp.data.names import composed, is_there
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, counted, plain, suggest
+from fedapp.files import check_folder
 from fedapp.lazy import torch
 from fedapp.learning.task import Task
 from fedapp.models import MODEL_NAMES, check_form, check_model, is_own, own
@@ -318,10 +318,7 @@ class Node(BaseModel):
         chosen = self.state_dir or os.environ.get("FEDAPP_STATE", "") or "~/.fedapp/state"
         root = Path(chosen).expanduser().absolute()
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=root, prefix=".", suffix=".part")
-            os.close(handle)
-            Path(name).unlink()
+            check_folder(root)
         except OSError as e:
             raise BadRequest(f"state-dir {root} cannot be written ({e.strerror}): give a folder that user "
                              f"{os.getuid() if hasattr(os, 'getuid') else ''} owns") from e  # fmt: skip

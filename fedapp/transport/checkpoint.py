@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedapp.errors import BadRequest
+from fedapp.files import private_folder
 from fedapp.learning.state import (
     KEPT,
     SCHEMA,
     StateError,
     check_header,
-    private_folder,
     read_checked,
     remove_parts,
     write_safetensors,

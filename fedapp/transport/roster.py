@@ -19,6 +19,7 @@ from typing import Any
 import tomli_w
 
 from fedapp.errors import BadRequest, counted
+from fedapp.files import atomic
 
 ROSTER = "FEDAPP_ROSTER"
 """Environment variable with the path of the roster; `fedapp superlink` sets it."""
@@ -124,14 +125,9 @@ def _write(path: Path, entries: Iterable[Admitted]) -> None:
         for a in entries
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    # Others may read it, and write it under no umask.
-    with open(new, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
-        file.write("# Which node is which client. fedapp admit appends; a running server reads it before each round.\n")
-        file.write(tomli_w.dumps({"client": rows}))
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    text = "# Which node is which client. fedapp admit appends; a running server reads it before each round.\n"
+    with atomic(path, durable=True, mode=0o644) as part:
+        part.write_text(text + tomli_w.dumps({"client": rows}), encoding="utf-8")
 
 
 def check(entry: Admitted, client: int, examples: int, tests: int = 0) -> None:
