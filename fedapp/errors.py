@@ -5,9 +5,13 @@ from __future__ import annotations
 import difflib
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+H = TypeVar("H", bound=BaseModel)
 
 
 class BadRequest(ValueError):
@@ -130,11 +134,32 @@ def named_values(key: str, text: str, takes: str) -> dict[str, str]:
     return values
 
 
-def invalid_values(error: Any, whole: str, prefix: str = "") -> str:
-    """Return the values that a pydantic model refused, each with its reason; `whole` names the model itself."""
-    return "; ".join(
-        f"{prefix}{'.'.join(map(str, x['loc'])) or whole} = {x['input']!r}: {x['msg']}" for x in error.errors()
-    )
+def hyperparameters(owner: str, kind: type[H], values: Mapping[str, str], prefix: str = "") -> H:
+    """Build the hyperparameters of the method `owner` from text; messages put `prefix` before their names.
+
+    Raises
+    ------
+    BadRequest : unknown name, wrong type or value out of range; the message lists the fields.
+    """
+    fields, takes = kind.model_fields, fields_text(owner, kind, prefix)
+    for name in values:
+        if name not in fields:
+            raise BadRequest(
+                f"method-args: {owner} has no hyperparameter '{prefix}{name}'{suggest(name, fields) or '.'} {takes}"
+            )
+    try:
+        return kind.model_validate(values)
+    except ValidationError as e:
+        wrong = "; ".join(
+            f"{prefix}{'.'.join(map(str, x['loc'])) or owner} = {x['input']!r}: {x['msg']}" for x in e.errors()
+        )
+        raise BadRequest(f"method-args: {wrong}. {takes}") from e
+
+
+def fields_text(owner: str, kind: type[BaseModel], prefix: str = "") -> str:
+    """Return one sentence that lists the hyperparameters of the method `owner` with their defaults."""
+    parts = [f"{prefix}{n} (default {f.default})" for n, f in kind.model_fields.items()]
+    return f"{owner} takes: {', '.join(parts)}" if parts else f"{owner} takes no hyperparameters"
 
 
 def plain_value(text: str) -> Any:

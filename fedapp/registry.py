@@ -8,11 +8,9 @@ import pkgutil
 import traceback
 from pathlib import Path
 
-from pydantic import ValidationError
-
 import strategies
 from fedapp import plugins
-from fedapp.errors import BadRequest, invalid_values, named_values, suggest
+from fedapp.errors import BadRequest, fields_text, hyperparameters, named_values, suggest
 from fedapp.method import BaseHParams, Method
 from strategies.base import FedStrategy
 
@@ -191,41 +189,11 @@ def parse_args(method: Method, text: str) -> BaseHParams:
     ------
     BadRequest : unknown name, wrong type, value out of range, or a name given twice; the message lists the fields.
     """
-    return build_hparams(method, named_values("method-args", text, fields_text(method)))
-
-
-def build_hparams(method: Method, values: dict[str, str]) -> BaseHParams:
-    """Build hyperparameters from strings; names such as `base.mu` are for the base of a wrapping method.
-
-    Raises
-    ------
-    BadRequest : unknown name, wrong type or value out of range.
-    """
-    fields = method.hparams.model_fields
-    data: dict[str, object] = {}
-    inner: list[str] = []
-    for name, value in values.items():
-        if name.startswith("base.") and "base_args" in fields:
-            inner.append(f"{name[5:]}={value}")
-            continue
-        if name not in fields:
-            raise BadRequest(
-                f"method-args: {method.id} has no hyperparameter '{name}'{suggest(name, fields) or '.'} "
-                f"{fields_text(method)}"
-            )
-        data[name] = value
-    if inner:
-        data["base_args"] = " ".join(inner)
-    try:
-        return method.hparams.model_validate(data)
-    except ValidationError as e:
-        raise BadRequest(f"method-args: {invalid_values(e, method.id)}. {fields_text(method)}") from e
-
-
-def fields_text(method: Method) -> str:
-    """Return one sentence that lists a method's hyperparameters with their defaults."""
-    parts = [f"{n} (default {f.default})" for n, f in method.hparams.model_fields.items()]
-    return f"{method.id} takes: {', '.join(parts)}" if parts else f"{method.id} takes no hyperparameters"
+    values = named_values("method-args", text, fields_text(method.id, method.hparams))
+    if "base_args" in method.hparams.model_fields:  # names such as `base.mu` are for the base of a wrapping method
+        inner = [f"{name[5:]}={values.pop(name)}" for name in list(values) if name.startswith("base.")]
+        values |= {"base_args": " ".join(inner)} if inner else {}
+    return hyperparameters(method.id, method.hparams, values)
 
 
 def resolve(method: Method, hparams: BaseHParams) -> Method:

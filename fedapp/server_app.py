@@ -923,9 +923,8 @@ class Run(Callbacks):
             if without:
                 more = f" and {len(without) - 20} more" if len(without) > 20 else ""
                 self.warn(
-                    f"no score 'tuned' of {counted(len(without), 'client')} "
-                    f"({', '.join(without[:20])}{more}): the loss of their "
-                    "fine-tuning is no number; lower lr, or set clip"
+                    f"no score 'tuned' of {counted(len(without), 'client')} ({', '.join(without[:20])}{more}): the "
+                    "loss of their fine-tuning is no number; lower lr, or set clip"
                 )
 
     def selected(self, state: ServerState, server_round: int) -> tuple[ServerState, int]:

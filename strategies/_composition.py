@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
 
 from clients.posthoc import Untrained
 from fedapp.core import heads
 from fedapp.core.privacy import Float64, Joint, Privacy
 from fedapp.core.sums import capped_sums
-from fedapp.errors import BadRequest, invalid_values, suggest
+from fedapp.errors import BadRequest, hyperparameters
 from fedapp.method import (
     ALL,
     Array,
@@ -82,7 +81,8 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
     BadRequest : the base is unknown, leaves no head of one global model, or does not take its arguments.
     """
     base = NONE if settings.base == NONE.id else lookup(settings.base)
-    inner = base_hparams(base, settings.base_args)
+    values = dict(part.partition("=")[::2] for part in settings.base_args.split())
+    inner: BaseHParams = hyperparameters(base.id, base.hparams, values, "base.")
     if not leaves_one_head(base, inner):
         raise BadRequest(
             f"{outer.id} calibrates the head of one global model, and {base.id} does not leave one: "
@@ -130,25 +130,6 @@ def outer_guards(outer: tuple[str, ...], base: tuple[str, ...]) -> tuple[str, ..
     """Return the guards of both. Without a rule of the outer method's own, rules for the base's averages are no use."""
     kept = tuple(g for g in base if g != "rules" or "own" in outer)
     return kept + tuple(g for g in outer if g != "rules" and g not in kept)
-
-
-def base_hparams(base: Method, text: str) -> BaseHParams:
-    """Parse the base's hyperparameters, "name=value name=value" without the prefix `base.`.
-
-    Raises
-    ------
-    BadRequest : an unknown name or an invalid value; the message names it.
-    """
-    values = dict(part.partition("=")[::2] for part in text.split())
-    fields = base.hparams.model_fields
-    for name in values:
-        if name not in fields:
-            takes = ", ".join(f"base.{f}" for f in fields) or "no hyperparameters"
-            raise BadRequest(f"method-args: {base.id} has no 'base.{name}'{suggest(name, fields)}; it takes {takes}")
-    try:
-        return base.hparams.model_validate(values)
-    except ValidationError as e:
-        raise BadRequest(f"method-args: {invalid_values(e, base.id, 'base.')}") from e
 
 
 def leaves_one_head(base: Method, hparams: BaseHParams) -> bool:

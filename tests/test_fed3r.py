@@ -216,7 +216,7 @@ def test_bad_losses_are_dropped(loss: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [("lam=0", "lam"), ("base=lgfedavg", "does not leave one"), ("base=fed3r", "does not leave one"),
-     ("base=none base.mu=1", "none has no 'base.mu'"), ("scale=2", "scale")],
+     ("base=none base.mu=1", "none has no hyperparameter 'base.mu'"), ("scale=2", "scale")],
 )  # fmt: skip
 def test_bad_requests_are_found_before_training(args: str, words: str) -> None:
     outer = registry.get("fed3r")

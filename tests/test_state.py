@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fedapp.learning import state
+from fedapp import files
 from fedapp.learning.state import ClientStore, StateError, read_head_norms, read_safetensors, write_safetensors
 from fedapp.method import Arrays
 
@@ -319,7 +319,7 @@ def test_the_kernel_keeps_no_large_file_that_nobody_reads_soon(tmp_path: Path) -
 
     def saved(client: int, unread: list[str], arrays: Arrays = arrays) -> Path:
         path = ClientStore(tmp_path / str(client), "m", "aa").save(1, arrays, unread)
-        state.synced(path)
+        files.synced(path)
         return path
 
     read = [saved(0, []), saved(1, ["small"]), saved(2, ["x"], {"x": np.ones(1 << 18)})]

@@ -368,9 +368,8 @@ def check_liars(config: RunConfig, clients: int, simulation: bool) -> None:
     need = needed(guard.averages, guard.robust_f)
     if least < need:
         raise BadRequest(
-            f"robust = '{guard.robust}' with robust-f = {guard.robust_f} needs {counted(need, 'reply')} in "
-            f"every round, but a round "
-            f"asks {asked} of {counted(clients, 'client')} and may end with "
+            f"robust = '{guard.robust}' with robust-f = {guard.robust_f} needs {counted(need, 'reply')} in every "
+            f"round, but a round asks {asked} of {counted(clients, 'client')} and may end with "
             f"{counted(least, 'reply')}: lower robust-f, or raise "
             + ("min-replies" if asked >= need else "clients or fraction-train")
         )
@@ -393,9 +392,8 @@ def check_sums(config: RunConfig, clients: int) -> None:
     problem = flaw(asked, threshold(asked, config.secure.secure_dropout), config.secure.secure_colluders)
     if problem:
         raise BadRequest(
-            f"secure-sum with {counted(asked, 'client')} in a round: {problem}; raise clients or "
-            f"fraction-train, or lower "
-            "secure-dropout or secure-colluders"
+            f"secure-sum with {counted(asked, 'client')} in a round: {problem}; raise clients or fraction-train, or "
+            "lower secure-dropout or secure-colluders"
         )
 
 

@@ -85,8 +85,7 @@ def _check_common(config: RunConfig) -> None:
         (
             config.data.normalise in ("data", "client"),
             f"normalise = '{config.data.normalise}' moves every sample if one is added: take none, or auto with "
-            "weights or "
-            "a published data set",
+            "weights or a published data set",
         ),
         (
             config.data.normalise == "auto" and not config.model.weights and published(config.data.dataset) is None,
@@ -196,9 +195,8 @@ def stated(privacy: Privacy, size: int, clients: int, rounds: int, sum_of: tuple
     if privacy.sgd:
         own = f"of {privacy.noise:.4g} times that" if privacy.noise else "in which each training spends its share"
         return (
-            f"{head}DP-SGD in {counted(rounds, 'round')}; each step of a client clips the gradient of "
-            f"every image to the norm "
-            f"{privacy.bound:g} and adds noise {own}"
+            f"{head}DP-SGD in {counted(rounds, 'round')}; each step of a client clips the gradient of every image to "
+            f"the norm {privacy.bound:g} and adds noise {own}"
         )
     if privacy.unit == "example":
         each = (
@@ -212,9 +210,7 @@ def stated(privacy: Privacy, size: int, clients: int, rounds: int, sum_of: tuple
     enough = int(ratio**2 if sum_of is None else ratio * clients**0.5) + 1
     advice = f"; it is recommended from {CLIENTS} clients in a round" if clients < CLIENTS and not shares else shares
     return (
-        f"{head}in each of {counted(rounds, 'round')} the noise of a client is {ratio:.3g} times as "
-        f"long as the longest update of "
-        f"{size} numbers, and in the mean of {counted(clients, 'client')} {ratio / clients**0.5:.3g} "
-        f"times; from {enough} clients "
-        f"in a round on it would be shorter than the update{advice}"
+        f"{head}in each of {counted(rounds, 'round')} the noise of a client is {ratio:.3g} times as long as the "
+        f"longest update of {size} numbers, and in the mean of {counted(clients, 'client')} {ratio / clients**0.5:.3g} "
+        f"times; from {enough} clients in a round on it would be shorter than the update{advice}"
     )

@@ -22,11 +22,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def supcon(
-    features: Tensor,
-    labels: Tensor,
-    temperature: float = 0.07,
-    base_temperature: float = 0.07,
-    normalise: bool = True,
+    features: Tensor, labels: Tensor, temperature: float = 0.07, base_temperature: float = 0.07, normalise: bool = True
 ) -> Tensor:
     """Supervised contrastive loss over two augmented views of a batch; every row is an anchor.
 

@@ -106,9 +106,7 @@ def run_all(
     queue = list(configs)
     with process.environment(OMP_NUM_THREADS="1"):  # the workers inherit it
         pool = ProcessPoolExecutor(
-            workers,
-            mp_context=process.new_processes(c.to_flat() for c in configs),
-            initializer=_begin_worker,
+            workers, mp_context=process.new_processes(c.to_flat() for c in configs), initializer=_begin_worker
         )
         try:
             running: set[Future[FinishedRun]] = set()

@@ -290,9 +290,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         Screen(highlight=False).print_line(f"{text}, {headline['point']}")
     sizes = summary["test_sizes"]
     text = (
-        f"test images per client: {sizes['min']} to {sizes['max']}, mean {sizes['mean']:.1f}; "
-        f"bytes per client and round: {summary['bytes_up']:,.0f} up, {summary['bytes_down']:,.0f} down; "
-        f"dropped: {summary['dropped']}"
+        f"test images per client: {sizes['min']} to {sizes['max']}, mean {sizes['mean']:.1f}; bytes per client and "
+        f"round: {summary['bytes_up']:,.0f} up, {summary['bytes_down']:,.0f} down; dropped: {summary['dropped']}"
     )
     for key, value in summary.items():
         if key.startswith("bytes_up_query."):

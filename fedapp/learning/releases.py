@@ -33,17 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.core.noise import Source, seeded, system
-from fedapp.core.privacy import (
-    Float64,
-    Privacy,
-    Steps,
-    composed,
-    epsilon_of,
-    noise_for,
-    noised_steps,
-    on_grid,
-    step_of,
-)
+from fedapp.core.privacy import Float64, Privacy, Steps, composed, epsilon_of, noise_for, noised_steps, on_grid, step_of
 from fedapp.errors import BadRequest
 from fedapp.files import atomic, locked, private_folder, synced
 from fedapp.learning.dp_sgd import NoisySteps

@@ -177,10 +177,7 @@ def needs_two(model: nn.Module, inputs: InputSpec) -> bool:
 
 
 def make_optimizer(
-    parameters: ParamsT,
-    spec: TrainingSettings,
-    betas: tuple[float, float] = (0.9, 0.999),
-    rate: float | None = None,
+    parameters: ParamsT, spec: TrainingSettings, betas: tuple[float, float] = (0.9, 0.999), rate: float | None = None
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `spec` with empty memory: momentum and moments do not survive a round.
 

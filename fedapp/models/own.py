@@ -197,8 +197,7 @@ def _split(name: str, net: nn.Module, num_classes: int, settings: ModelSettings)
         if net.num_classes != num_classes:
             raise BadRequest(
                 f"model '{name}' has a head with {counted(net.num_classes, 'output')}, the data have "
-                f"{counted(num_classes, 'class')}: pass "
-                "num_classes on"
+                f"{counted(num_classes, 'class')}: pass num_classes on"
             )
         net.name = name
         return net
@@ -364,9 +363,8 @@ def _logits(name: str, net: nn.Module, x: Tensor, num_classes: int) -> Tensor:
         raise BadRequest(f"model '{name}' returns {type(logits).__name__}: return logits (B, {num_classes}) alone")
     if logits.shape != (len(x), num_classes):
         raise BadRequest(
-            f"model '{name}' returns {tuple(logits.shape)}, the data have "
-            f"{counted(num_classes, 'class')}: pass num_classes on, "
-            f"and return ({len(x)}, {num_classes}) for {len(x)} rows"
+            f"model '{name}' returns {tuple(logits.shape)}, the data have {counted(num_classes, 'class')}: pass "
+            f"num_classes on, and return ({len(x)}, {num_classes}) for {len(x)} rows"
         )
     if not logits.isfinite().all():
         raise BadRequest(f"model '{name}' returns logits that are not finite: check its initial values")

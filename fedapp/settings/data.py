@@ -79,8 +79,7 @@ class DataSettings(Group):
         "every method, or another data set, NAME or NAME:COUNT; empty = the method's default share",
     )
     class_names: str = Field(
-        "",
-        description="the federation's classes, comma-separated, for nodes with their own data; empty = data set's",
+        "", description="the federation's classes, comma-separated, for nodes with their own data; empty = data set's"
     )
     partition_seed: Annotated[int, Field(ge=0, lt=2**31), OrAuto] = Field(
         AUTO,

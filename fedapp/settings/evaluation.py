@@ -52,8 +52,7 @@ class EvaluationSettings(Group):
         "partition-seed, or ids such as 3,7, or names as the data card prints them (a name that is a number: name:7)",
     )
     adapt_epochs: str = Field(
-        "0,2",
-        description="for unseen clients: numbers of local epochs after which they are scored; 0 = as received",
+        "0,2", description="for unseen clients: numbers of local epochs after which they are scored; 0 = as received"
     )
     select: Literal["last", "validation"] = Field(
         "last",

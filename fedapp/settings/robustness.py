@@ -22,9 +22,7 @@ class RobustnessSettings(Group):
         "dropped, and a round that would make one is void; 0 = no limit; auto = 10 on real nodes, else 0",
     )
     clip_update: float = Field(
-        0.0,
-        ge=0,
-        description="largest L2 norm of the change in the arrays that a client sends back; 0 = no limit",
+        0.0, ge=0, description="largest L2 norm of the change in the arrays that a client sends back; 0 = no limit"
     )
     robust: str = Field(
         "none",

@@ -28,8 +28,7 @@ class TrainingSettings(Group):
         0, ge=0, description="rounds in which the learning rate rises linearly, before lr-schedule begins"
     )
     lr_schedule_steps: str = Field(
-        "",
-        description="the same over the steps of a round: its rates divided by lr are factors of the round's rate",
+        "", description="the same over the steps of a round: its rates divided by lr are factors of the round's rate"
     )
     momentum: Annotated[float, Field(ge=0, lt=1), OrAuto] = Field(AUTO, description="momentum of SGD and RMSprop")
     weight_decay: Annotated[NonNegative, OrAuto] = Field(AUTO, description="L2 weight decay")

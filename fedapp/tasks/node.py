@@ -236,9 +236,8 @@ class Node(BaseModel):
         if config.secure.secure_sum and config.privacy.dp != "none" and not self.peers:
             raise BadRequest(
                 f"dp = '{config.privacy.dp}' with secure-sum: this node would add only a share of the noise, and "
-                "cannot know "
-                "that the others' keys are not the server's: give peers and node-key in the node-config, or leave "
-                "secure-sum out"
+                "cannot know that the others' keys are not the server's: give peers and node-key in the node-config, "
+                "or leave secure-sum out"
             )
         self._check_replies(config)
         if config.data.data_dir and not self.own and not self.data_dir:
@@ -248,9 +247,8 @@ class Node(BaseModel):
             )
         if config.model.weights and not self.model and not self.weights_dir:
             raise BadRequest(
-                f"the run's model has stored weights: put {Path(config.model.weights).name} into a folder of this "
-                "node and "
-                "name the folder with weights-dir in the node-config"
+                f"the run's model has stored weights: put {Path(config.model.weights).name} into a folder of this node "
+                "and name the folder with weights-dir in the node-config"
             )
         for name in (self.model or config.model.name_of(self.client), config.second_model):
             if not is_own(name):
@@ -290,9 +288,8 @@ class Node(BaseModel):
         if not method.per_class:
             raise BadRequest(
                 f"replies of {config.federation.method} with these method-args say something of every class, and this "
-                "node's "
-                f"owner asks for at least {self.min_class_count} images (min-class-count in the node-config): choose "
-                "another method"
+                f"node's owner asks for at least {self.min_class_count} images (min-class-count in the node-config): "
+                "choose another method"
             )
         if int(getattr(hparams, method.per_class)) < self.min_class_count:
             raise BadRequest(
@@ -360,11 +357,7 @@ class OwnDataError(BadRequest):
 
 
 @functools.lru_cache(maxsize=2)
-def own_data(
-    path: str,
-    classes: tuple[str, ...] | None,
-    settings: DataSettings = PLAIN,
-) -> OwnData:
+def own_data(path: str, classes: tuple[str, ...] | None, settings: DataSettings = PLAIN) -> OwnData:
     """Load a node's own data.
 
     Parameters

@@ -26,15 +26,7 @@ from fedapp.lazy import Tensor, torch
 from fedapp.learning import evaluation
 from fedapp.learning.task import Task
 from fedapp.learning.training import class_weights
-from fedapp.models import (
-    build_model,
-    check_model,
-    default_model,
-    default_small,
-    is_own,
-    own,
-    weights,
-)
+from fedapp.models import build_model, check_model, default_model, default_small, is_own, own, weights
 from fedapp.settings import DataSettings, ModelSettings
 from fedapp.settings.evaluation import CONFUSION
 from fedapp.tasks.public import PublicSource, draw_images, public_source
@@ -314,8 +306,7 @@ def check_moments(config: RunConfig, inputs: InputSpec) -> None:
     if inputs.mean not in (known and known.mean, pretrained and pretrained[1]):
         raise BadRequest(
             f"dp = '{config.privacy.dp}': normalise = 'auto' takes mean and deviation of your own data, since no "
-            "published "
-            f"ones fit {described(inputs.shape)}: take normalise = 'none'"
+            f"published ones fit {described(inputs.shape)}: take normalise = 'none'"
         )
 
 
@@ -349,9 +340,8 @@ def check(config: RunConfig, clients: int) -> FederatedData:
                 raise
             who = data.partition.names[client] if data.partition.names else client
             raise BadRequest(
-                f"client {who}: {error} Architectures are given to clients in the order of {config.model.model}, "
-                "again and "
-                "again; auto is the default for each size"
+                f"client {who}: {error} Architectures are given to clients in the order of {config.model.model}, again "
+                "and again; auto is the default for each size"
             ) from error
         if is_own(name):
             rows, _ = data.dataset.take(data.partition.clients[client].train[:2])

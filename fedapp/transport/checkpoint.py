@@ -15,15 +15,7 @@ import numpy as np
 
 from fedapp.errors import BadRequest
 from fedapp.files import private_folder
-from fedapp.learning.state import (
-    KEPT,
-    SCHEMA,
-    StateError,
-    check_header,
-    read_checked,
-    remove_parts,
-    write_safetensors,
-)
+from fedapp.learning.state import KEPT, SCHEMA, StateError, check_header, read_checked, remove_parts, write_safetensors
 from fedapp.method import Arrays, ServerState
 
 Found: TypeAlias = tuple[int, ServerState, dict[str, Any]]
