@@ -50,9 +50,8 @@ from typer.testing import CliRunner
 from fedapp import config
 from fedapp.cli import app
 from fedapp.client_app import app as client_app
-from fedapp.deployment import credentials, database, gate, patience, server
+from fedapp.deployment import credentials, database, executor, gate, patience, server
 from fedapp.deployment.layers import UnavailableMiddleware
-from fedapp.engines import control
 from fedapp.errors import BadRequest
 from fedapp.transport import roster
 from fedapp.transport.client_manager import ClientManager
@@ -811,7 +810,7 @@ def test_a_text_of_a_node_fills_one_line_of_the_log(caplog: pytest.LogCaptureFix
 
 def test_an_internal_name_that_is_missing_is_reported() -> None:
     with pytest.raises(BadRequest, match=r"fedapp.deployment.gate has no _missing"):
-        control.replace_attribute(gate, "_missing", 1)
+        executor.replace_attribute(gate, "_missing", 1)
     assert not hasattr(gate, "_missing")
 
 

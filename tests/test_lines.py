@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedapp import cli
-from fedapp.engines import local, runner, superlink
+from fedapp.engines import local, progress, runner, superlink
 from fedapp.engines.superlink import LaunchError, Outcome
 from fedapp.errors import raised
 from fedapp.results.directory import only_writer, write_json
@@ -185,4 +185,4 @@ def test_a_line_of_progress_cuts_no_number(width: int) -> None:
         follower({"kind": "round", "round": 20, "rounds": 20, "clients": 10, "train_loss": 1.815, **scored})
     last = shown.getvalue()
     assert "0:00:00" in last and "1.815" in last and "\u2026" not in last
-    assert ("\u2501" in last) == (width >= runner.WITH_BAR)
+    assert ("\u2501" in last) == (width >= progress.WITH_BAR)

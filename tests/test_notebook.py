@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fedapp import compare, data_card, process, run
-from fedapp.engines import local, notebook
+from fedapp.engines import local, progress
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare as comparing
 from fedapp.results import report
@@ -109,7 +109,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Shown:
 def test_a_notebook_shows_a_bar_that_moves(
     kernel: Shown, tiny: Callable[..., RunResult], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert notebook.in_notebook()
+    assert progress.in_notebook()
     result = tiny(method="fedavg", rounds=3)
     assert [f'value="{n}" max="3"' in p for n, p in enumerate(kernel.pictures)] == [True] * 4
     assert "s left" in kernel.pictures[2] and "s left" not in kernel.pictures[3]
@@ -123,7 +123,7 @@ def test_a_notebook_shows_a_bar_that_moves(
 
 
 def test_the_text_of_a_bar_is_no_markup(kernel: Shown) -> None:
-    bar = notebook.Bar()
+    bar = progress.Bar()
     bar.update(bar.add_task("<b>", total=2), completed=1, text="<script>")
     assert "&lt;b&gt;" in kernel.pictures[-1] and "<script>" not in kernel.pictures[-1]
 
@@ -131,7 +131,7 @@ def test_the_text_of_a_bar_is_no_markup(kernel: Shown) -> None:
 def test_without_a_notebook_progress_is_lines_and_only_when_asked_for(
     tiny: Callable[..., RunResult], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not notebook.in_notebook()
+    assert not progress.in_notebook()
     tiny(method="local", rounds=1)
     assert capsys.readouterr().err == ""
     tiny(method="local", rounds=1, progress=True)
@@ -247,7 +247,7 @@ def test_a_notebook_has_no_live_display_of_rich_which_needs_ipywidgets(monkeypat
     with report.on_terminal() as progress:
         progress(1, 2, "a figure")
     with comparing.RunsProgress({}) as shown:
-        shown.progress.refresh()
+        assert shown.bar is None
 
 
 def test_the_data_card_is_that_of_the_run(tiny: Callable[..., RunResult]) -> None:

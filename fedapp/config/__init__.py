@@ -11,7 +11,7 @@ import json
 import re
 import tomllib
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -335,19 +335,15 @@ def parse_value(key: str, text: str) -> Any:
     kind = f"{FIELDS[key].annotation}{FIELDS[key].metadata}".lower()
     if text == "auto" and "auto" in kind:
         return text
-    or_auto = " or auto" if "auto" in kind else ""
-    if "bool" in kind:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        raise BadRequest(f"{key} = '{text}': must be true or false{or_auto}")
-    if "int" in kind:
-        try:
-            return int(text)
-        except ValueError as e:
-            raise BadRequest(f"{key} = '{text}': must be a whole number{or_auto}") from e
-    if "float" in kind:
-        try:
-            return float(text)
-        except ValueError as e:
-            raise BadRequest(f"{key} = '{text}': must be a number{or_auto}") from e
+    readers: dict[str, tuple[Callable[[str], Any], str]] = {
+        "bool": ({"true": True, "false": False}.__getitem__, "true or false"),
+        "int": (int, "a whole number"),
+        "float": (float, "a number"),
+    }
+    for name, (read, wanted) in readers.items():
+        if name in kind:
+            try:
+                return read(text.lower())
+            except (ValueError, KeyError) as e:
+                raise BadRequest(f"{key} = '{text}': must be {wanted}{' or auto' if 'auto' in kind else ''}") from e
     return text

@@ -13,7 +13,7 @@ from sqlalchemy import Engine, event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import Pool
 
-from fedapp.engines.control import replace_attribute
+from fedapp.deployment.executor import replace_attribute
 from fedapp.errors import BadRequest
 from fedapp.files import locked
 

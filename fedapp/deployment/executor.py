@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from fedapp.deployment.credentials import write_secret
-from fedapp.engines.control import replace_attribute
 from fedapp.errors import BadRequest
 
 FLOWER = (1, 41)
@@ -40,6 +39,18 @@ def check_flower(program: str, remedy: str) -> None:
             f"{program} knows Flower {FLOWER[0]}.{FLOWER[1]} only, and {found} is installed: install that version, or "
             f"{remedy}"
         )
+
+
+def replace_attribute(owner: Any, name: str, value: object) -> None:
+    """Replace an internal attribute of a library.
+
+    Raises
+    ------
+    BadRequest : it does not exist, so that replacing it would change nothing.
+    """
+    if not hasattr(owner, name):
+        raise BadRequest(f"{owner.__name__} has no {name}: this version of the library is not supported")
+    setattr(owner, name, value)
 
 
 def executor_command(address: str, secret: Path, *options: str) -> list[str]:

@@ -50,8 +50,6 @@ GIVEN = 4
 """Messages of a node whose parts it may ask for. A SuperNode asks for the next one when it has all of the last."""
 LATEST = 1e11
 """Times in a reply, which are moments since 1970 or lengths, have fewer seconds than that: the year 5138."""
-CONNECTIONS = 1024
-"""Requests that a listener handles at once; further ones get 503."""
 NEWS, ALL_THERE = "/v1/runtime/push-messages", "/v1/runtime/pull-messages"
 """Where a run hands over messages for nodes; where it asks for replies, when it has also sent all their parts."""
 PARTS = 1.0

@@ -39,7 +39,7 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 from sqlalchemy import Engine, event, text
 from sqlalchemy.exc import OperationalError
 
-from fedapp.engines.control import replace_attribute
+from fedapp.deployment.executor import replace_attribute
 
 
 class _OwnLists:

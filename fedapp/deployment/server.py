@@ -48,7 +48,7 @@ from fedapp.deployment.credentials import (
     operator_token,
     write_secret,
 )
-from fedapp.deployment.executor import check_flower, executor_command
+from fedapp.deployment.executor import check_flower, executor_command, replace_attribute
 from fedapp.deployment.gate import CONNECTIONS, Gate
 from fedapp.deployment.layers import LINE, UnavailableMiddleware, narrow
 from fedapp.engines import control
@@ -215,8 +215,8 @@ async def _serve(
         )
     )
     # A connection counts for uvicorn after the TLS handshake, for which asyncio would wait 60 seconds.
-    control.replace_attribute(asyncio.constants, "SSL_HANDSHAKE_TIMEOUT", patience.REQUEST)  # type: ignore[attr-defined]
-    control.replace_attribute(asyncio.sslproto.SSLProtocol, "max_size", patience.RECORD)  # type: ignore[attr-defined]
+    replace_attribute(asyncio.constants, "SSL_HANDSHAKE_TIMEOUT", patience.REQUEST)  # type: ignore[attr-defined]
+    replace_attribute(asyncio.sslproto.SSLProtocol, "max_size", patience.RECORD)  # type: ignore[attr-defined]
     connections, (host, port) = min(patience.MAX_CONNECTIONS, patience.raise_limit() // 2), inner.getsockname()[:2]
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -42,18 +42,6 @@ class LaunchError(RuntimeError):
     """The simulation could not be started or stopped; not the fault of the request."""
 
 
-def replace_attribute(owner: Any, name: str, value: object) -> None:
-    """Replace an internal attribute of a library.
-
-    Raises
-    ------
-    BadRequest : it does not exist, so that replacing it would change nothing.
-    """
-    if not hasattr(owner, name):
-        raise BadRequest(f"{owner.__name__} has no {name}: this version of the library is not supported")
-    setattr(owner, name, value)
-
-
 def stage(dest: Path) -> Path:
     """Copy the app into a small folder, so that bundling it never walks an environment or a data folder.
 

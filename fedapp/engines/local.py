@@ -30,14 +30,14 @@ def effective(values: Mapping[str, Any]) -> RunConfig:
     config = configuration.from_flat({**values, "resume": False})
     configuration.check_simulation(config)
     following.check(config.storage.track)
-    if config.data.data_dir and not config.data.data_dir.startswith(HUB):
-        config = config.replaced(data_dir=str(Path(config.data.data_dir).expanduser().absolute()))
-    if config.storage.state_dir:
-        config = config.replaced(state_dir=str(Path(config.storage.state_dir).expanduser().absolute()))
-    if config.model.weights:
-        config = config.replaced(weights=str(Path(config.model.weights).expanduser().absolute()))
-    if config.data.partition_file:
-        config = config.replaced(partition_file=str(Path(config.data.partition_file).expanduser().absolute()))
+    paths = {
+        "data_dir": config.data.data_dir,
+        "state_dir": config.storage.state_dir,
+        "weights": config.model.weights,
+        "partition_file": config.data.partition_file,
+    }
+    given = {name: Path(path).expanduser() for name, path in paths.items() if path and not path.startswith(HUB)}
+    config = config.replaced(**{name: str(path.absolute()) for name, path in given.items()})
     return tasks.settled(config, DEFAULT_CLIENTS)
 
 
@@ -185,7 +185,8 @@ def run(
     >>> result = run(method="fedavg", clients=4, rounds=2, out="runs/try")  # doctest: +SKIP
     >>> result.rounds[["round", "received_accuracy"]]  # doctest: +SKIP
     """
-    from fedapp.engines import notebook, runner
+    from fedapp.engines import progress as display
+    from fedapp.engines import runner
 
     if on_round is not None and not callable(on_round):
         raise BadRequest(f"on_round = {configuration.shown(repr(on_round))}: must be a function")
@@ -194,7 +195,7 @@ def run(
     if earlier is not None:
         values, folder = resumed(earlier, values), earlier
     config = prepare(values, folder)
-    show = notebook.in_notebook() if progress is None else progress
+    show = display.in_notebook() if progress is None else progress
     with runner.Follower() if show else contextlib.nullcontext() as follower:
 
         def listener(event: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.progress import TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from clients.base import FedClient
 from fedapp import config as configuration
@@ -20,7 +20,7 @@ from fedapp.config import RunConfig
 from fedapp.data.card import data_card
 from fedapp.engines import local as engines
 from fedapp.engines import resources
-from fedapp.engines.notebook import Bar, in_notebook
+from fedapp.engines.progress import Bar, Display
 from fedapp.engines.resources import ClientResources
 from fedapp.errors import BadRequest, counted, described, raised
 from fedapp.learning.task import ModelSpec
@@ -39,46 +39,17 @@ if TYPE_CHECKING:
 
 
 STARTING = "starting Flower's SuperLink, then Ray with its workers; training begins in some seconds"
-WITH_BAR = 100
-"""Columns of a terminal from which on a line of progress has a bar."""
 
 
-class Follower:
+class Follower(Display):
     """Shows events of a run on standard error: a live line on a terminal or in a notebook, else one line per round."""
 
     def __init__(self, label: str = "") -> None:
-        self.console = Screen(stderr=True, highlight=False)
+        super().__init__(TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
         self.label = label
-        self.progress: Progress | Bar | None = None
-        self.task: TaskID | None = None
         self.started = time.monotonic()
         self.done_before = 0
         self.clients = 0
-
-    def __enter__(self) -> Follower:
-        if in_notebook() and not self.console.quiet:
-            self.progress = Bar()
-        elif self.console.is_terminal:
-            bar = [BarColumn()] if self.console.width >= WITH_BAR else []  # in a narrow terminal the numbers matter
-            count, told = (
-                TextColumn("{task.completed}/{task.total}"),
-                TextColumn("{task.fields[text]}", table_column=Column()),
-            )
-            columns = (TextColumn("{task.description}"), *bar, count, TimeRemainingColumn(), told)
-            self.progress = Progress(*columns, console=self.console)
-            self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.progress is not None:
-            self.progress.stop()
-
-    def line(self, text: str, must: bool = False) -> None:
-        """Print a line above the progress bar; `must` is that of :func:`fedapp.results.terminal.echo`."""
-        if isinstance(self.progress, Bar):
-            self.progress.print(text)
-        else:
-            self.console.print_line(text, must)
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Show one event."""
@@ -87,9 +58,9 @@ class Follower:
             self.done_before = int(event["done"])
             self.clients = int(event["clients"])
             self.started = time.monotonic()
-            if self.progress is not None:
+            if self.bar is not None:
                 text = self.label or str(event["method"])
-                self.task = self.progress.add_task(text, total=event["rounds"], completed=event["done"], text="")
+                self.task = self.bar.add_task(text, total=event["rounds"], completed=event["done"], text="")
         elif kind == "round":
             self._round(event)
         said = lines.line(event)
@@ -98,13 +69,15 @@ class Follower:
 
     def _round(self, event: Mapping[str, Any]) -> None:
         text = lines.scores(event, self.clients)
-        if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, completed=event["round"], text=text)
+        to_do = event["rounds"] - event["round"]
+        seconds = (time.monotonic() - self.started) / max(1, event["round"] - self.done_before) * to_do
+        if self.bar is None or self.task is None:
+            name = f"{self.label} " if self.label else ""
+            self.line(f"{name}round {event['round']}/{event['rounds']}: {text}, {seconds:.0f} s left")
             return
-        done = event["round"] - self.done_before
-        left = (time.monotonic() - self.started) / max(1, done) * (event["rounds"] - event["round"])
-        name = f"{self.label} " if self.label else ""
-        self.line(f"{name}round {event['round']}/{event['rounds']}: {text}, {left:.0f} s left")
+        if isinstance(self.bar, Bar) and to_do:  # a terminal's line has a column for it
+            text += f", {seconds:.0f} s left"
+        self.bar.update(self.task, completed=event["round"], text=text)
 
 
 def what_leaves(config: RunConfig) -> list[str]:

@@ -26,10 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
-
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
+from typing import Any, Literal, Self
 
 from fedapp import __version__, process, registry
 from fedapp import config as configuration
@@ -40,6 +37,7 @@ from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.engines import local as engines
 from fedapp.engines import pool, runner
 from fedapp.engines import superlink as launch
+from fedapp.engines.progress import Display
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, counted, suggest
 from fedapp.experiments import grid, tables
@@ -47,7 +45,7 @@ from fedapp.experiments.jobs import Job, Variant, common_public, pairs
 from fedapp.models import head_width, is_own
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer, removed_if_empty
 from fedapp.results.runs import RunResult
-from fedapp.results.terminal import Screen, echo
+from fedapp.results.terminal import echo
 from fedapp.tasks import identity
 from fedapp.tasks import simulated as tasks
 
@@ -349,12 +347,13 @@ def rounds_done(out: Path) -> int:
     return 0
 
 
-class RunsProgress:
+class RunsProgress(Display):
     """Shows on standard error how far several runs are: a bar with the time left, or lines without a terminal."""
 
     EVERY_SECONDS = 60.0
 
     def __init__(self, runs: Mapping[str, RunConfig]) -> None:
+        super().__init__()
         self.names = {Path(c.storage.out): name for name, c in runs.items()}
         self.rounds = {Path(c.storage.out): c.federation.num_server_rounds for c in runs.values()}
         self.before = {
@@ -364,18 +363,14 @@ class RunsProgress:
         self.total = sum(self.rounds.values())
         self.started = self.told = time.monotonic()
         self.stop = threading.Event()
-        self.console = Screen(stderr=True, highlight=False)
-        bar = [BarColumn()] if self.console.width >= runner.WITH_BAR else []
-        told = TextColumn("{task.fields[text]}", table_column=Column())  # its words go on below
-        columns = (TextColumn("{task.description}"), *bar, told)
-        self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self.bar = self.progress.add_task("runs", total=max(1, self.total), text="")
         self.watch = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> RunsProgress:
-        if not self.console.is_terminal:
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self.bar is None:
             self.line(self.text(self.done()))
-        self.progress.start()
+        else:
+            self.task = self.bar.add_task("runs", total=max(1, self.total), text="")
         self.watch.start()
         return self
 
@@ -383,16 +378,16 @@ class RunsProgress:
         self.stop.set()
         self.watch.join()
         self._show()
-        self.progress.stop()
+        super().__exit__()
 
     def _watch(self) -> None:
         while not self.stop.wait(0.5):
             self._show()
 
     def _show(self) -> None:
-        if self.console.is_terminal:
+        if self.bar is not None and self.task is not None:
             done = self.done()
-            self.progress.update(self.bar, completed=done, text=self.text(done))
+            self.bar.update(self.task, completed=done, text=self.text(done))
         elif time.monotonic() - self.told > self.EVERY_SECONDS:
             self.line(self.text(self.done()))
 
@@ -415,7 +410,7 @@ class RunsProgress:
     def line(self, text: str, must: bool = False) -> None:
         """Print a line above the bar."""
         self.told = time.monotonic()
-        self.console.print_line(text, must)
+        super().line(text, must)
 
     def on_end(self, run: pool.FinishedRun) -> None:
         """Report a run that ended."""
@@ -423,7 +418,7 @@ class RunsProgress:
         self.ended.add(name)
         if run.error:
             self.line(f"{name} failed: {run.error}", must=True)
-        elif not self.console.is_terminal:
+        elif self.bar is None:
             self.line(f"{name}: done; {self.text(self.done())}")
 
 
