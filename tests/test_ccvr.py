@@ -907,7 +907,10 @@ def test_composition(base: str) -> None:
         ("base=ccvr", "ccvr does not leave one"),
         ("base=fedavgn", "unknown method 'fedavgn', did you mean 'fedavg'"),
         ("base.mu=1", "fedavg has no hyperparameter 'base.mu'. fedavg takes no hyperparameters"),
-        ("base=moon base.nu=1", "moon has no hyperparameter 'base.nu'. moon takes: base.mu (default 1.0), base.tau (default 0.5)"),
+        (
+            "base=moon base.nu=1",
+            "moon has no hyperparameter 'base.nu'. moon takes: base.mu (default 1.0), base.tau (default 0.5)",
+        ),
         ("base=fedavgm base.momentun=1", "did you mean 'momentum'"),
         ("base=fedprox base.mu=-1", "base.mu = '-1'"),
         ("samples=0", "samples"),

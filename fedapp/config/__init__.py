@@ -13,7 +13,7 @@ import tomllib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tomli_w
 from pydantic import ValidationError
@@ -34,6 +34,7 @@ from fedapp.errors import BadRequest, named_values, suggest
 from fedapp.learning.optimizers import check_optimizer, takes
 from fedapp.method import TrainDefaults
 from fedapp.models import default_model
+from fedapp.settings import unless_auto
 
 __all__ = [
     "DEFAULTS", "FIELDS", "GROUPS", "KEYS", "RunConfig", "check_continues", "check_liars", "check_node",
@@ -77,21 +78,17 @@ def validated(values: Mapping[str, Any]) -> RunConfig:
     unknown = [k for k in values if k not in KEYS]
     if unknown:
         raise BadRequest("; ".join(unknown_key(k, values[k]) for k in unknown))
-    given = {
-        k: float(v) if isinstance(v, int) and not isinstance(v, bool) and _is_float(FIELDS[k]) else v
-        for k, v in values.items()
-    }
     groups, lines = {}, defaultdict[str, list[str]](list)
     for name, settings in GROUPS.items():
-        keys = given.keys() & {field.alias for field in settings.model_fields.values()}
+        keys = values.keys() & {field.alias for field in settings.model_fields.values()}
         try:
-            groups[name] = settings.model_validate({key: given[key] for key in keys})
+            groups[name] = settings.model_validate({key: values[key] for key in keys})
         except ValidationError as e:
             for item in e.errors():
                 lines[str(item["loc"][0])].append(_plain(item))
     if lines:
         wrong = {k: lines[k] for k in KEYS if k in lines}
-        text = "; ".join(f"{k} = {shown(repr(given[k]))}: {' or '.join(dict.fromkeys(v))}" for k, v in wrong.items())
+        text = "; ".join(f"{k} = {shown(repr(values[k]))}: {' or '.join(dict.fromkeys(v))}" for k, v in wrong.items())
         raise BadRequest(text)
     return RunConfig(**groups)
 
@@ -208,10 +205,6 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _is_float(field: Any) -> bool:
-    return "float" in str(field.annotation) and "int" not in str(field.annotation).replace("Point", "")
-
-
 def _plain(error: Any) -> str:
     """Return a validation error of pydantic in plain words."""
     kind, context = error["type"], error.get("ctx", {})
@@ -234,20 +227,14 @@ def known_partition(partition: str, dataset: str) -> str:
     return "dirichlet" if partition == "auto" and published(dataset) is not None else partition
 
 
-_T = TypeVar("_T")
-
-
 def _resolved(config: RunConfig) -> RunConfig:
     """Replace every `auto` that depends only on method and data set by its value."""
     method, _ = config.method_and_hparams()
     d = method.defaults
 
-    def pick(value: Any, auto: _T) -> Any:
-        return auto if value == "auto" else value
-
-    optimizer = pick(config.training.optimizer, d.optimizer)
+    optimizer = unless_auto(config.training.optimizer, d.optimizer)
     check_optimizer(optimizer)
-    momentum = pick(config.training.momentum, d.momentum if optimizer == "sgd" else 0.0)
+    momentum = unless_auto(config.training.momentum, d.momentum if optimizer == "sgd" else 0.0)
     # A method's own rate belongs to its own steps: with other ones it would be too large or too small.
     rates = d if (optimizer, momentum) == (d.optimizer, d.momentum) else TrainDefaults()
     # The user's own data decide the model when they are read.
@@ -255,13 +242,15 @@ def _resolved(config: RunConfig) -> RunConfig:
     model = "auto" if known is None else default_model(known.shape)
     return config.replaced(
         model=",".join(model if n == "auto" else n for n in config.model.names),
-        lr=pick(config.training.lr, rates.lr_digits if config.data.dataset == "digits" else rates.lr),
+        lr=unless_auto(config.training.lr, rates.lr_digits if config.data.dataset == "digits" else rates.lr),
         optimizer=optimizer,
         momentum=momentum,
-        weight_decay=pick(config.training.weight_decay, d.weight_decay if takes(optimizer, "weight_decay") else 0.0),
-        clip=pick(config.training.clip, d.clip),
+        weight_decay=unless_auto(
+            config.training.weight_decay, d.weight_decay if takes(optimizer, "weight_decay") else 0.0
+        ),
+        clip=unless_auto(config.training.clip, d.clip),
         partition=known_partition(config.data.partition, config.data.dataset),
-        augment=pick(config.training.augment, d.augment),
+        augment=unless_auto(config.training.augment, d.augment),
         evaluate_every=max(int(config.evaluation.select == "validation"), config.evaluation.evaluate_every),
     )
 

@@ -6,7 +6,6 @@ same default (a test compares them).
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from fedapp import registry, sampling
-from fedapp.core.privacy import Privacy, noise_for
+from fedapp.core.privacy import BOUND, Privacy, noise_for
 from fedapp.data.columns import SHOWN
 from fedapp.errors import BadRequest, counted, suggest
 from fedapp.learning import evaluation
@@ -73,22 +72,18 @@ class RunConfig(BaseModel):
     @property
     def mechanism(self) -> Privacy | None:
         """What the run states of what leaves a client, or None without `dp`."""
-        if self.privacy.dp == "sgd":
-            dp = self.privacy
-            own = unless_auto(dp.dp_noise, 0.0)
+        dp = self.privacy
+        if dp.dp == "none":
+            return None
+        if dp.dp == "sgd":
             return Privacy(
-                "example", dp.dp_epsilon, dp.dp_delta, own, dp.dp_clip, dp.dp_test,
+                "example", dp.dp_epsilon, dp.dp_delta, unless_auto(dp.dp_noise, 0.0), dp.dp_clip, dp.dp_test,
                 sgd=True, rounds=self.federation.num_server_rounds, asked=dp.dp_epsilon,
             )  # fmt: skip
-        return _privacy(
-            self.privacy.dp,
-            self.privacy.dp_epsilon,
-            self.privacy.dp_delta,
-            self.privacy.dp_noise,
-            self.releases,
-            self.robustness.clip_update,
-            self.privacy.dp_test,
-        )
+        given: Any = dp.dp_noise
+        noise = noise_for(dp.dp_epsilon, dp.dp_delta, self.releases) if given == "auto" else float(given)
+        bound = self.robustness.clip_update if dp.dp == "client" else BOUND
+        return Privacy(dp.dp, dp.dp_epsilon, dp.dp_delta, noise, bound, dp.dp_test)
 
     @property
     def releases(self) -> int:
@@ -204,18 +199,6 @@ class RunConfig(BaseModel):
         training = self.training
         rounds = self.federation.num_server_rounds
         return round_rates(training.lr, training.lr_schedule, training.warmup_rounds, rounds)
-
-
-@functools.lru_cache(maxsize=64)
-def _privacy(
-    unit: str, epsilon: float, delta: float, noise: float | str, releases: int, bound: float, test: bool
-) -> Privacy | None:
-    if unit == "none":
-        return None
-    z = noise_for(epsilon, delta, releases) if noise == "auto" else float(noise)
-    if unit == "client":
-        return Privacy("client", epsilon, delta, z, bound, test)
-    return Privacy("example", epsilon, delta, z, test=test)
 
 
 def _range(ids: Sequence[int]) -> str:
