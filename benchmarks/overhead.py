@@ -8,6 +8,7 @@ evaluation calls, averaging, checkpoint and result files.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import statistics
 import sys
@@ -85,13 +86,9 @@ def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> tup
             peak = sum(high_water(p.pid) or 0 for p in session._processes.alive())
             raise _Enough
 
-    with launch.Session(app=app) as session:
-        handle = submit(session, flat)
-        try:
-            outcome = handle.follow(stop_after_last, poll=0.5)
-            raise RuntimeError(f"{case.key} failed: {outcome.status} {outcome.error} {outcome.log_tail}")
-        except _Enough:
-            handle.stop()
+    with contextlib.suppress(_Enough), launch.Session(app=app) as session:
+        outcome = submit(session, flat).follow(stop_after_last, poll=0.5)
+        raise RuntimeError(f"{case.key} failed: {outcome.status} {outcome.error} {outcome.log_tail}")
     return between_rounds(out), peak
 
 

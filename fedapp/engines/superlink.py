@@ -33,7 +33,6 @@ import sys
 import tempfile
 import threading
 import time
-import tomllib
 import urllib.error
 import urllib.request
 import uuid
@@ -45,12 +44,11 @@ from typing import Any
 
 import psutil
 import tomli_w
-from flwr.common.config import flatten_dict
 
 from fedapp.engines import control, supervise
 from fedapp.engines.control import Control, LaunchError, stage
 from fedapp.engines.resources import cluster_address
-from fedapp.errors import BadRequest, plain, suggest
+from fedapp.errors import BadRequest, plain
 from fedapp.results import lines
 
 CONNECTION = "fedapp"
@@ -317,13 +315,12 @@ class Session:
 
         Raises
         ------
-        BadRequest : the app does not declare a key (the message suggests one), or Flower refuses the run-config.
+        BadRequest : Flower refuses the run-config, such as a key that the app does not declare.
         LaunchError : the SuperLink cannot be reached, or the session's previous run has not ended. Two runs at a time
             would each claim all cores.
         """
         if self._active is not None:
-            raise LaunchError(f"run {self._active.run_id} has not ended yet: follow or stop it before the next one")
-        self._check_keys(run_config)
+            raise LaunchError(f"run {self._active.run_id} has not ended yet: follow it before the next one")
         federation = {
             "num-supernodes": num_supernodes,
             "client-resources-num-cpus": client_cpus,
@@ -343,15 +340,6 @@ class Session:
             run_id = api.start(self.app, run_config, federation)
         self._active = RunHandle(self, run_id, out, progress, submitted, log_start)
         return self._active
-
-    def _check_keys(self, run_config: Mapping[str, Scalar]) -> None:
-        """Refuse keys that the app does not declare; Flower would too, but without naming them."""
-        project = tomllib.loads((self.app / "pyproject.toml").read_text(encoding="utf-8"))
-        declared = flatten_dict(project["tool"]["flwr"]["app"].get("config"))
-        for key in run_config:
-            if key not in declared:
-                hint = suggest(key, declared) or f"; there are: {', '.join(sorted(declared))}"
-                raise BadRequest(f"unknown run-config key '{key}'{hint}")
 
     def _clear_run(self) -> None:
         """Stop what a run left: Ray's helpers may outlive it by minutes, and the next run must have the machine."""
@@ -437,13 +425,6 @@ class RunHandle:
             if written is not None and now - written > SIMULATION_ENDS:
                 return status, f"still {status} {SIMULATION_ENDS:g} s after its results were written; stopped"
             time.sleep(poll)
-
-    def stop(self) -> None:
-        """Stop the run, whatever its state; the session can then take the next one."""
-        with contextlib.suppress(Exception), Control.of_port(self._session.port) as api:
-            api.stop(self.run_id)
-        if self._session._active is self:
-            self._session._clear_run()
 
 
 class EventReader:
