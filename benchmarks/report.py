@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +22,20 @@ ORDER = (
 """Titles of the sections of performance.md."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """The target of a figure: at least the ratio `least`, or at most `most` (a ratio or seconds)."""
-
-    key: str
-    text: str
-    least: float | None = None
-    most: float | None = None
-
-    def met(self, value: float) -> bool:
-        """Whether the figure reaches its target."""
-        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
-
-    @property
-    def bound(self) -> str:
-        """The target in words."""
-        return f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
-
-
 TARGETS = [
-    Target("fedavg_vs_reference_fp32", "FedAvg: reference loop over the app, fp32", least=2.2),
-    Target("fedavg_vs_reference_bf16", "FedAvg: reference loop (fp32) over the app in bf16", least=3.0),
-    Target("cwfedavg_vs_reference_fp32", "cwFedAvg, all layers: reference loop over the app, fp32", least=2.2),
-    Target("fedavg_over_floor", "FedAvg: the app over the bare floor", most=1.10),
-    Target("overhead_20x4mb_seconds", "seconds a round, 20 clients, 4 MB each way", most=0.6),
-    Target("overhead_1000_sample_100_seconds", "seconds a round, 100 of 1,000 clients, 20 KB", most=1.0),
-    Target("cwfedavg_server_vs_naive_k100", "cwFedAvg's server step, M = K = 100, all layers", least=10),
-    Target("ccvr_statistics_vs_numpy", "CCVR's statistics over NumPy's, K = 10", least=1.4),
-    Target("ccvr_merging_vs_numpy", "CCVR's merging over NumPy's, M = 100", least=2.5),
-    Target("ccvr_sampling_vs_numpy", "CCVR's sampling over NumPy's, K = 10", least=4),
-    Target("average_over_floor", "averages over the memory floor, 20 x 45 MB", most=1.5),
+    ("fedavg_vs_reference_fp32", "FedAvg: reference loop over the app, fp32", "at least", 2.2),
+    ("fedavg_vs_reference_bf16", "FedAvg: reference loop (fp32) over the app in bf16", "at least", 3.0),
+    ("cwfedavg_vs_reference_fp32", "cwFedAvg, all layers: reference loop over the app, fp32", "at least", 2.2),
+    ("fedavg_over_floor", "FedAvg: the app over the bare floor", "at most", 1.10),
+    ("overhead_20x4mb_seconds", "seconds a round, 20 clients, 4 MB each way", "at most", 0.6),
+    ("overhead_1000_sample_100_seconds", "seconds a round, 100 of 1,000 clients, 20 KB", "at most", 1.0),
+    ("cwfedavg_server_vs_naive_k100", "cwFedAvg's server step, M = K = 100, all layers", "at least", 10),
+    ("ccvr_statistics_vs_numpy", "CCVR's statistics over NumPy's, K = 10", "at least", 1.4),
+    ("ccvr_merging_vs_numpy", "CCVR's merging over NumPy's, M = 100", "at least", 2.5),
+    ("ccvr_sampling_vs_numpy", "CCVR's sampling over NumPy's, K = 10", "at least", 4),
+    ("average_over_floor", "averages over the memory floor, 20 x 45 MB", "at most", 1.5),
 ]
+"""Figures of performance.json, in words, and the bounds that they are to reach: ratios or seconds."""
 
 
 RATIOS = {
@@ -92,12 +73,12 @@ def _spread(values: list[float]) -> str:
 def targets_table(figures: Mapping[str, float]) -> list[str]:
     """Return the table of targets and measured figures."""
     rows = []
-    for target in TARGETS:
-        if (value := figures.get(target.key)) is not None:
-            met = target.met(value)
-            digits = 2 if target.met(round(value, 2)) == met else 3  # so that rounding does not hide the verdict
-            name = f"{target.text} (`{target.key}`)"
-            rows.append((name, target.bound, f"{value:.{digits}f}", "reached" if met else "not reached"))
+    for key, text, side, bound in TARGETS:
+        if (value := figures.get(key)) is not None:
+            # Two digits of the value, or three where rounding would hide the verdict.
+            met, rounded = (v >= bound if side == "at least" else v <= bound for v in (value, round(value, 2)))
+            shown = f"{value:.{2 if rounded == met else 3}f}"
+            rows.append((f"{text} (`{key}`)", f"{side} {bound:g}", shown, "reached" if met else "not reached"))
     return markdown("figure|target:|measured:|", rows)
 
 

@@ -255,9 +255,7 @@ def rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str = ""
 
 
 def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) -> LoadedModel:
-    method = registry.get(str(head["method"]))
-    hparams = registry.parse_args(method, str(head.get("method-args", "")))
-    method = registry.resolve(method, hparams)
+    method, hparams = registry.configured(str(head["method"]), str(head.get("method-args", "")))
     # Files of versions before 0.3 hold images alone, as `channels` and `size`.
     shape = tuple(map(int, head["shape"] if "shape" in head else (head["channels"], head["size"], head["size"])))
     name, given = str(head["model"]), dict(head.get("model-options", {}))
