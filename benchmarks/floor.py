@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -37,31 +39,23 @@ def one_client(config: RunConfig, client: int) -> float:
     return before.accuracy
 
 
-class Floor:
-    """Processes that run rounds; a context manager.
+@contextmanager
+def floor_processes(config: RunConfig, workers: int) -> Iterator[tuple[list[int], Callable[[], float]]]:
+    """Keep processes that run rounds.
 
-    Attributes
-    ----------
-    pids : ids of the processes.
+    Yields
+    ------
+    Their ids, and what runs all clients once and returns the seconds that this takes.
     """
+    sizes = [len(c.train) for c in federated(config, config.data.clients).partition.clients]
+    order = sorted(range(len(sizes)), key=lambda k: -sizes[k])
+    context, threads = multiprocessing.get_context("spawn"), config.training.threads
+    with ProcessPoolExecutor(workers, context, initializer=process.prepare, initargs=(threads,)) as pool:
 
-    def __init__(self, config: RunConfig, workers: int) -> None:
-        context, threads = multiprocessing.get_context("spawn"), config.training.threads
-        self._pool = ProcessPoolExecutor(workers, context, initializer=process.prepare, initargs=(threads,))
-        sizes = [len(c.train) for c in federated(config, config.data.clients).partition.clients]
-        self._order = sorted(range(len(sizes)), key=lambda k: -sizes[k])
-        self._one = partial(one_client, config)
+        def run() -> float:
+            started = time.perf_counter()
+            list(pool.map(partial(one_client, config), order))
+            return time.perf_counter() - started
 
-    def __enter__(self) -> Floor:
-        self._pool.submit(int).result()  # starts the processes
-        self.pids = list(self._pool._processes)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown()
-
-    def round(self) -> float:
-        """Run all clients once and return the seconds that this takes."""
-        started = time.perf_counter()
-        list(self._pool.map(self._one, self._order))
-        return time.perf_counter() - started
+        pool.submit(int).result()  # starts the processes
+        yield list(pool._processes), run

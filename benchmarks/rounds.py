@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import shutil
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import memory
-from benchmarks.floor import Floor
+from benchmarks.floor import floor_processes
 from benchmarks.reference import Reference
 from benchmarks.timing import Times, alternate
 from fedapp import process
@@ -153,8 +153,8 @@ def clients_per_second(folder: Path, data: Path | None, scale: Scale, workers: S
     config = configuration(data, folder / "run", scale, method="fedavg")
     found = {}
     for count in workers:
-        with Floor(config, count) as floor:
-            seconds = alternate({"round": floor.round}, scale.repeats).seconds["round"]
+        with floor_processes(config, count) as (_, floor):
+            seconds = alternate({"round": floor}, scale.repeats).seconds["round"]
         found[count] = [scale.clients / s for s in seconds]
     return found
 
@@ -166,24 +166,21 @@ def _reference_round(*args: Any) -> float:
     return _reference(*args).round()
 
 
-class ReferenceProcess:
-    """The reference loop in a separate process, with as many threads as the app has workers."""
+@contextlib.contextmanager
+def reference_process(*args: Any) -> Iterator[tuple[list[int], Callable[[], float]]]:
+    """Keep the reference loop in a separate process, with as many threads as the app has workers.
 
-    def __init__(self, *args: Any) -> None:
-        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self._args = args
+    Yields
+    ------
+    The ids of its processes, and what runs one round and returns its seconds.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
 
-    def __enter__(self) -> ReferenceProcess:
-        self.round()  # not counted: the first round waits for the files to be written
-        self.pids = list(self._pool._processes)
-        return self
+        def run() -> float:
+            return pool.submit(_reference_round, *args).result()
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-
-    def round(self) -> float:
-        """Run one round and return its seconds."""
-        return self._pool.submit(_reference_round, *self._args).result()
+        run()  # not counted: the first round waits for the files to be written
+        yield list(pool._processes), run
 
 
 def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[str, int]]:
@@ -204,15 +201,13 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
     config = configuration(data, folder / "reference", scale, method="fedavg")
     peak: dict[str, int] = {}
     with (
-        ReferenceProcess(config, folder / "files", scale.workers, None) as fedavg,
-        ReferenceProcess(config, folder / "files-classwise", scale.workers, LAM) as cwfedavg,
-        Floor(config, scale.workers) as floor,
+        reference_process(config, folder / "files", scale.workers, None) as fedavg,
+        reference_process(config, folder / "files-classwise", scale.workers, LAM) as cwfedavg,
+        floor_processes(config, scale.workers) as bare,
     ):
-        for name, pids, call in (
-            ("reference_fedavg", fedavg.pids, fedavg.round),
-            ("reference_cwfedavg", cwfedavg.pids, cwfedavg.round),
-            ("floor", floor.pids, floor.round),
-        ):
+        floor = bare[1]
+        named = {"reference_fedavg": fedavg, "reference_cwfedavg": cwfedavg, "floor": bare}
+        for name, (pids, call) in named.items():
             with memory.Watch(partial(memory.trees, pids)) as watch:
                 call()
             peak[name] = watch.peak
@@ -220,16 +215,16 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
 
         def between_floors() -> float:
             # The floor runs before and after the app, so that a drift of the machine's speed affects both.
-            before = floor.round()
+            before = floor()
             seconds = app["fedavg"]()
-            around[:] = [before, floor.round()]
+            around[:] = [before, floor()]
             return seconds
 
         # The reference loop runs between the two precisions of the app, since both are compared with it.
         alternatives: dict[str, Callable[[], object]] = {
-            "fedavg": between_floors, "floor": lambda: sum(around) / 2, "reference_fedavg": fedavg.round,
+            "fedavg": between_floors, "floor": lambda: sum(around) / 2, "reference_fedavg": fedavg[1],
             **({"fedavg_bf16": app["fedavg_bf16"]} if "fedavg_bf16" in app else {}),
-            "reference_cwfedavg": cwfedavg.round, "cwfedavg": app["cwfedavg"],
+            "reference_cwfedavg": cwfedavg[1], "cwfedavg": app["cwfedavg"],
         }  # fmt: skip
         for visit in app.values():
             visit.warm_up()
