@@ -12,8 +12,8 @@ drawn partitions.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedapp.data.columns import PARTS
 from fedapp.data.dataset import Dataset
 from fedapp.data.names import is_there
-from fedapp.data.partitions import TEST_FRACTION, ClientSplit, Int64, Partition, cut, of_clients
+from fedapp.data.partitions import TEST_FRACTION, ClientSplit, Partition, cut, of_clients
 from fedapp.errors import BadRequest, suggest
 
 SPLITS = ("given", "holdout", "merged")
@@ -145,7 +145,13 @@ def from_file(dataset: Dataset, path: Path) -> Partition:
             other = found.clients[holder[taken[0]]].name or holder[taken[0]]
             raise BadRequest(f"{who} has row {taken[0]}, which client {other} has too")
         holder[values] = number
-        _check_groups(who, dataset, rows)
+        if dataset.groups is not None:
+            groups = {part: set(dataset.groups[rows[part]].tolist()) for part in PARTS}
+            for one, other in itertools.combinations(PARTS, 2):
+                if groups[one] & groups[other]:
+                    raise BadRequest(
+                        f"{who} has rows of one group in {one} and in {other}: keep each group on one side"
+                    )
         members.append(ClientSplit(*(np.sort(rows[part]) for part in ("train", "test", "validation"))))
     names = [client.name or str(number) for number, client in enumerate(found.clients)]
     if len(set(names)) != len(names):
@@ -166,19 +172,6 @@ def _from_csv(path: Path, text: str) -> _File:
         own = clients.setdefault(line["client"], {"name": line["client"], **{p: [] for p in PARTS}})
         own[part].append(int(line["row"]))
     return _File.model_validate({"clients": list(clients.values())})
-
-
-def _check_groups(who: str, dataset: Dataset, rows: Mapping[str, Int64]) -> None:
-    if dataset.groups is None:
-        return
-    seen: dict[int, str] = {}
-    for part in PARTS:
-        for group in np.unique(dataset.groups[rows[part]]).tolist():
-            if group in seen:
-                raise BadRequest(
-                    f"{who} has rows of one group in {seen[group]} and in {part}: keep each group on one side"
-                )
-            seen[group] = part
 
 
 def given_validation(partition: Partition, dataset: Dataset) -> Partition:
