@@ -269,8 +269,7 @@ def make(
     if len(held[smallest]) < min_samples:
         raise BadRequest(
             f"partition {kind!r}: client {smallest} holds {counted(len(held[smallest]), 'sample')}, "
-            f"fewer than min-samples "
-            f"{min_samples}: lower min-samples or clients"
+            f"fewer than min-samples {min_samples}: lower min-samples or clients"
         )
     if split == "official":
         tests = _official_tests(dataset, held, shares, split_rng)
@@ -335,8 +334,7 @@ def _check(dataset: Dataset, split: str, seed: int, request: Request) -> None:
     if least * clients > samples:
         raise BadRequest(
             f"min-samples {least} for {counted(clients, 'client')} needs "
-            f"{counted(least * clients, 'sample')}, {dataset.name} has {samples}: "
-            "lower min-samples or clients"
+            f"{counted(least * clients, 'sample')}, {dataset.name} has {samples}: lower min-samples or clients"
         )
     if kind in ("pathological", "classes") and not 1 <= per_client <= dataset.num_classes:
         raise BadRequest(
@@ -345,8 +343,7 @@ def _check(dataset: Dataset, split: str, seed: int, request: Request) -> None:
     if kind == "shards" and not 1 <= per_client <= samples // clients:
         raise BadRequest(
             f"classes-per-client (shards of each client) must lie in 1 .. {samples // clients} for "
-            f"{counted(clients, 'client')} "
-            f"and {counted(samples, 'sample')}, got {per_client}"
+            f"{counted(clients, 'client')} and {counted(samples, 'sample')}, got {per_client}"
         )
 
 

@@ -467,8 +467,7 @@ def _size(root: object, shapes: Sequence[tuple[int, int]], channels: int, wanted
         fits = math.isqrt(MOST_BYTES // (len(shapes) * channels))
         raise BadRequest(
             f"{root}: {len(shapes)} pictures of {width} x {height} pixels would take "
-            f"{total / 2**30:.1f} GiB, more than {MOST_BYTES / 2**30:g}: set image-size "
-            f"= {fits} or less"
+            f"{total / 2**30:.1f} GiB, more than {MOST_BYTES / 2**30:g}: set image-size = {fits} or less"
         )
     return height, width
 

@@ -300,8 +300,7 @@ def table(known: Mapping[str, Any]) -> str:
     machines = known["machine"].replace(" and ", ", ", known["machine"].count(" and ") - 1)
     lines = [
         f"`python -m reproduction study attacks`, seeds {', '.join(seeds)}, {machines}. "
-        f"{CLIENTS} clients, two of them (0 and 1) malicious, digits, "
-        f"8 rounds, `robust-f = {F}`, `min-replies = 0.7`.",
+        f"{CLIENTS} clients, two of them (0 and 1) malicious, digits, 8 rounds, `robust-f = {F}`, `min-replies = 0.7`.",
         "", "What a rule costs without liars, and what the worst of the measured attacks costs with it: points of the "
         "honest clients' accuracy, against the method without rule and without attack, mean over seeds.", "",
     ]  # fmt: skip
