@@ -118,15 +118,10 @@ class Partition:
 
     Attributes
     ----------
-    kind, split : str
-    clients : tuple of ClientSplit
-        In the order of client ids.
-    hash : str
-        sha256 of all indices, hexadecimal: equal exactly when every client holds the same images.
-    settings : dict
-        JSON values: the arguments of :func:`make` and the data set's name, sizes and label hash.
-    names : tuple of str
-        Of the clients, where the data or a file name them; else empty.
+    clients : in the order of client ids.
+    hash : sha256 of all indices, hexadecimal: equal exactly when every client holds the same images.
+    settings : JSON values: the arguments of :func:`make` and the data set's name, sizes and label hash.
+    names : of the clients, where the data or a file name them; else empty.
     """
 
     kind: str
@@ -508,15 +503,9 @@ def hold_out(partition: Partition, share: float, seed: int, dataset: Dataset | N
 
     Parameters
     ----------
-    partition
-        Who holds what.
-    share
-        In (0, 1). The number is rounded half up; at least one image validates and at least one trains, and a client
+    share : in (0, 1). The number is rounded half up; at least one image validates and at least one trains, and a client
         with a single image keeps it for training.
-    seed
-        Fixes the draw.
-    dataset
-        Its groups stay whole, as in :func:`cut`; None = all rows may part.
+    seed : fixes the draw.   dataset : its groups stay whole, as in :func:`cut`; None = all rows may part.
     """
     if dataset is not None and dataset.groups is not None:
         rng = np.random.default_rng(np.random.SeedSequence([seed, 201]))

@@ -46,6 +46,7 @@ from reproduction.figures.models import (
     data_of,
     global_arrays,
     global_model,
+    head_inputs,
     initial_arrays,
     inputs_of,
     probe,
@@ -308,11 +309,7 @@ def _inputs_of_the_head(
     if len(indices) > CALIBRATION_IMAGES:
         indices = np.sort(sampling.rng(run.seed, "report").choice(indices, CALIBRATION_IMAGES, replace=False))
     images, labels = data.dataset.take(indices)
-
-    def seen(x: Tensor) -> NDArray[np.float32]:
-        rows: NDArray[np.float32] = batched(lambda b: model.head_input(model.represent(b)), x, inputs_of(run)).numpy()
-        return rows
-
+    seen = functools.partial(head_inputs, model, inputs=inputs_of(run))
     y, test_y = (np.asarray(v, dtype=np.int64) for v in (labels, tests[1]))
     return seen(torch.from_numpy(images)), y, many[indices], seen(tests[0]), test_y
 

@@ -26,12 +26,11 @@ from torch import Tensor
 
 from fedapp import sampling
 from fedapp.data.transforms import InputSpec
-from fedapp.learning.evaluation import batched
 from fedapp.models import SplitModel
 from fedapp.results.analysis import Unavailable
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import Floats, Ints
-from reproduction.figures.models import data_of, global_model, inputs_of
+from reproduction.figures.models import data_of, global_model, head_inputs, inputs_of
 
 SECRET = 2000
 """Training images that are looked at, at most."""
@@ -140,7 +139,7 @@ def measure(run: RunResult, counts: Sequence[int], per_class: int = 4, steps: in
     train, test = (np.concatenate([getattr(c, part) for c in data.partition.clients]) for part in ("train", "test"))
     train, test = (np.sort(rng.permutation(part)[:SECRET]) for part in (train, test))
     (x, y), (other, other_y) = (data.dataset.take(part) for part in (train, test))
-    z = batched(lambda b: model.head_input(model.represent(b)), torch.from_numpy(x), inputs).numpy()
+    z = head_inputs(model, torch.from_numpy(x), inputs)
     pixels, seen = (part.astype(np.float64) / data.inputs.scale for part in (x, other))
     # It was trained on other images than those attacked, and knows nothing of the attacked model.
     judge = SVC(C=10.0).fit(seen.reshape(len(seen), -1), other_y)

@@ -180,6 +180,12 @@ def probe(run: RunResult, limit: int = PROBE_IMAGES) -> tuple[Tensor, Ints]:
     return torch.from_numpy(x), np.asarray(y, dtype=np.int64)
 
 
+def head_inputs(model: SplitModel, x: Tensor, inputs: InputSpec) -> NDArray[np.float32]:
+    """Return what the head of a model sees (n, width) of images (n, H, W, C)."""
+    rows: NDArray[np.float32] = batched(lambda b: model.head_input(model.represent(b)), x, inputs).numpy()
+    return rows
+
+
 def represent(run: RunResult, model: SplitModel, x: Tensor, activated: bool = True) -> NDArray[np.float32]:
     """Return representations (n, width) float32 of images (n, H, W, C) uint8.
 

@@ -47,12 +47,12 @@ from fedapp.core.secure_sum import noise_share, threshold
 from fedapp.data.transforms import InputSpec
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
-from fedapp.learning.evaluation import batched
 from fedapp.method import Arrays, Payload, Reply, ServerContext
 from fedapp.models import SplitModel, build_model
 from fedapp.results.directory import write_text
 from fedapp.results.statistics import spread
 from fedapp.settings import ModelSettings
+from reproduction.figures.models import head_inputs
 from reproduction.studies import leakage, secure_sums
 from reproduction.studies.choosing import DOCS, named
 
@@ -170,16 +170,6 @@ def trained(out: Path, **values: Any) -> Path:
     return out / "models" / "last.safetensors"
 
 
-def reader(net: SplitModel, inputs: InputSpec) -> Callable[[torch.Tensor, torch.Tensor], tuple[Array, Array]]:
-    """Return what reads the features of samples with labels."""
-    net.eval()
-
-    def read(x: torch.Tensor, y: torch.Tensor) -> tuple[Array, Array]:
-        return batched(lambda b: net.head_input(net.represent(b)), x, inputs).numpy(), y.numpy()
-
-    return read
-
-
 def head_of(net: SplitModel) -> Arrays:
     """Return a copy of the head's arrays."""
     return {f"head.{name}": p.detach().numpy().copy() for name, p in net.head.named_parameters()}
@@ -198,11 +188,12 @@ def read_features(data: Path, dataset: str, weights: Path, seed: int) -> Feature
     """Read the features of all clients' training images and of the central test images, as a run does."""
     values = settings(data, dataset, weights, seed)
     found, net = leakage.parts_of({"method": "fedncm", "method-args": "base=none", **values})
-    read, cpu = reader(net, found.inputs), torch.device("cpu")
+    cpu = torch.device("cpu")
     central = found.central(cpu)
     assert central is not None
-    parts = [read(*found.tensors("train", client, cpu)) for client in range(CLIENTS)]
-    return Features(parts, read(*central), head_of(net), found.dataset.num_classes)
+    sets = [*(found.tensors("train", client, cpu) for client in range(CLIENTS)), central]
+    *parts, test = [(head_inputs(net, x, found.inputs), y.numpy()) for x, y in sets]
+    return Features(parts, test, head_of(net), found.dataset.num_classes)
 
 
 # ---- from features to a score ----------------------------------------------------------------------------------------
@@ -376,11 +367,11 @@ def read_persons(data: Path, seed: int, folder: Path) -> Features:
         "cnn1d", num_classes=6, shape=inputs.shape, seed=sampling.server_model_seed(seed),
         settings=ModelSettings(weights=str(weights)), unit=True,
     )  # fmt: skip
-    read = reader(net, inputs)
+    net.eval()
 
     def of(people: Array) -> tuple[Array, Array]:
         taken = np.isin(person, people)
-        return read(torch.from_numpy(x[taken]), torch.from_numpy(y[taken]))
+        return head_inputs(net, torch.from_numpy(x[taken]), inputs), y[taken]
 
     return Features([of(p) for p in clients[:CLIENTS]], of(scored), head_of(net), 6)
 
