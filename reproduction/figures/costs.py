@@ -6,7 +6,7 @@ the head, and that local training costs what it costs without federation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,26 +25,16 @@ from reproduction.figures.models import data_of
 from strategies.base import first_payload
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Means over the clients of a run.
-
-    Attributes
-    ----------
-    up, down : bytes per client and round.   flops : floating-point operations of a client's local training in a round;
-        a multiplication and an addition are two.
-    """
-
-    up: float
-    down: float
-    flops: float
-
-
-def cost(run: RunResult) -> Cost:
+def cost(run: RunResult) -> tuple[float, float, float]:
     """Return the cost of a round of a run; nothing is trained but one batch for each architecture.
 
     The operations of a step are counted on the method's own first step, with all its views and models, and scaled to
     the clients' images and epochs. What a method does only from round 2 on (KT-pFL's distillation) is not in them.
+
+    Returns
+    -------
+    Means over the clients: bytes up, bytes down, and floating-point operations of the local training, of which a
+    multiplication and an addition are two.
     """
     config, (method, hparams) = config_of(run), method_of(run)
     data = data_of(run)  # which checks that they are those of the run
@@ -67,8 +57,8 @@ def cost(run: RunResult) -> Cost:
         with FlopCounterMode(display=False) as counter:
             report = one.optimise(payload)
         per_image[name] = counter.get_total_flops() / report.samples
-    each = [per_image[name] * size * config.training.local_epochs for name, size in zip(built, sizes, strict=True)]
-    return Cost(float(run.summary["bytes_up"]), float(run.summary["bytes_down"]), float(np.mean(each)))
+    flops = [per_image[name] * size * config.training.local_epochs for name, size in zip(built, sizes, strict=True)]
+    return float(run.summary["bytes_up"]), float(run.summary["bytes_down"]), float(np.mean(flops))
 
 
 def head_bytes(run: RunResult) -> tuple[int, int, float]:
@@ -91,13 +81,13 @@ def bytes_and_flops(runs: Runs) -> Words:
     """Bytes and operations of a client in a round, one mark per method (FedClassAvg, Table 5)."""
     found = each(runs, cost)
     said = "; ".join(
-        f"{n}: {c.up:,.0f} B up, {c.down:,.0f} B down, {c.flops / 1e9:.3g} GFLOP" for n, c in found.items()
+        f"{n}: {up:,.0f} B up, {down:,.0f} B down, {flops / 1e9:.3g} GFLOP" for n, (up, down, flops) in found.items()
     )
     return (
         "Bytes that a client sends and receives in a round, against the floating-point operations of its local "
         f"training (a multiplication and an addition are two). Mean over clients: {said}.",
         f"Scatter plot of operations against bytes. {said}.",
-        plots.cost({n: (c.up + c.down, c.flops) for n, c in found.items()}),
+        plots.cost({n: (up + down, flops) for n, (up, down, flops) in found.items()}),
     )
 
 
