@@ -131,14 +131,7 @@ class FedClient(PositionalClient):
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
         """Build the model of a specification; server and clients call the same function."""
-        return build_model(
-            spec.name,
-            num_classes=spec.num_classes,
-            shape=spec.shape,
-            seed=spec.seed,
-            settings=spec.settings,
-            unit=spec.unit,
-        )
+        return build_model(**vars(spec))
 
     @classmethod
     def initial_arrays(cls, spec: ModelSpec, method: Method, hparams: Any, buffers: str) -> Arrays:

@@ -50,15 +50,8 @@ def side(settings: ModelSettings) -> int:
 
 def header(settings: ModelSettings, unit: bool) -> dict[str, object]:
     """Return what the header of a stored model keeps of the settings that it was built with."""
-    return {
-        "args": settings.model_args,
-        "head": settings.head,
-        "width": settings.width,
-        "weights": settings.weights,
-        "freeze": settings.freeze,
-        "side": side(settings),
-        "unit": unit,
-    }
+    same = settings.model_dump(include={"head", "width", "weights", "freeze"})
+    return {"args": settings.model_args, **same, "side": side(settings), "unit": unit}
 
 
 def installed() -> dict[str, plugins.Entry]:
