@@ -20,7 +20,7 @@ from clients.posthoc import Untrained
 from fedapp.core import heads
 from fedapp.core.privacy import Float64, Joint, Privacy
 from fedapp.core.sums import capped_sums
-from fedapp.errors import BadRequest, hyperparameters
+from fedapp.errors import BadRequest, hyperparameters, named_values
 from fedapp.method import (
     ALL,
     Array,
@@ -81,7 +81,7 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
     BadRequest : the base is unknown, leaves no head of one global model, or does not take its arguments.
     """
     base = NONE if settings.base == NONE.id else lookup(settings.base)
-    values = dict(part.partition("=")[::2] for part in settings.base_args.split())
+    values = named_values("method-args", settings.base_args, "")
     inner: BaseHParams = hyperparameters(base.id, base.hparams, values, "base.")
     if not leaves_one_head(base, inner):
         raise BadRequest(

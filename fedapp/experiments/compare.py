@@ -39,9 +39,9 @@ from fedapp.engines import pool, runner
 from fedapp.engines import superlink as launch
 from fedapp.engines.progress import Display
 from fedapp.engines.resources import usable_cores
-from fedapp.errors import BadRequest, counted, suggest
+from fedapp.errors import BadRequest, counted, named_values, suggest
 from fedapp.experiments import grid, tables
-from fedapp.experiments.jobs import Job, Variant, common_public, pairs
+from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.models import head_width, is_own
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer, removed_if_empty
 from fedapp.results.runs import RunResult
@@ -204,7 +204,7 @@ def jobs_of(
     """
     if seeds < 1:
         raise BadRequest(f"--seeds {seeds}: at least 1")
-    given = pairs(str(values.get("method-args", "")))
+    given = named_values("method-args", str(values.get("method-args", "")), "")
     args = {v: {**(given if values.get("method", v.method) == v.method else {}), **dict(v.args)} for v in variants}
     texts = {v: " ".join(f"{k}={value}" for k, value in own.items()) for v, own in args.items()}
     values = common_public(values, [(v.method, text) for v, text in texts.items()])

@@ -29,11 +29,6 @@ def common_public(values: Mapping[str, Any], methods: Iterable[tuple[str, str]])
     return dict(values)
 
 
-def pairs(text: str) -> dict[str, str]:
-    """Return the hyperparameters in `method-args`, name -> text."""
-    return {p.partition("=")[0].replace("-", "_"): p.partition("=")[2] for p in text.split()}
-
-
 def _public_share(name: str, args: str) -> float:
     method = registry.get(name)
     try:
