@@ -24,7 +24,7 @@ from pydantic import Field
 
 from clients.base import FedClient
 from fedapp.core.classwise import wdr
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, suggest_choice
 from fedapp.lazy import Tensor, torch
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
@@ -59,8 +59,8 @@ def classwise_names(layers: str, names: Sequence[str]) -> list[str]:
             prefix = short.get(part, part)
             if not part or not any(matches(n, (prefix,)) for n in names):
                 raise BadRequest(
-                    f"layers: the model has no layer '{part}'{suggest(part, known)}. Choose from {', '.join(known)}, "
-                    "or give output, all, none, or a number"
+                    f"layers: the model has no layer '{part}'"
+                    + suggest_choice(part, known, ", or give output, all, none, or a number")
                 )
             chosen.append(prefix)
     return [n for n in names if matches(n, chosen)]

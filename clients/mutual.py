@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pydantic import Field, field_validator
 
 from clients.base import FedClient
-from fedapp.errors import suggest
+from fedapp.errors import suggest_choice
 from fedapp.lazy import Tensor, nn
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Payload
 from fedapp.models import MODEL_NAMES, build_model, check_form, default_small, is_own, own
@@ -42,8 +42,7 @@ class MutualHParams(BaseHParams):
             check_form(name, own.PLAIN)
         elif name != "auto" and name not in MODEL_NAMES:
             raise ValueError(
-                f"unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose auto, package.module:function or one of "
-                f"{', '.join(MODEL_NAMES)}"
+                f"unknown model '{name}'{suggest_choice(name, ('auto', *MODEL_NAMES), ' or package.module:function')}"
             )
         return name
 

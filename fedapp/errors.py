@@ -79,8 +79,8 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """Return `, did you mean '...'?` with the nearest known word, or an empty string where none is near.
+def suggest(word: str, known: Iterable[str], advice: str = "") -> str:
+    """Return `, did you mean '...'? Advice` with the nearest known word, or `: advice` where none is near.
 
     Near is a similar word, one with a single other letter, one with its letters in another order, or one that a longer
     word shortens (CosineLR).
@@ -91,7 +91,15 @@ def suggest(word: str, known: Iterable[str]) -> str:
     near += [k for k in folded if len(k) == len(typed) > 2 and sum(a != b for a, b in zip(k, typed, strict=True)) == 1]
     near += [k for k in folded if len(typed) > 2 and sorted(k) == sorted(typed)]
     near += [k for k in folded if len(typed) > 5 and k[0] == typed[0] and _shortens(typed, k)]
-    return f", did you mean '{folded[near[0]]}'?" if near else ""
+    if near:
+        return f", did you mean '{folded[near[0]]}'?{f' {advice[0].upper()}{advice[1:]}' if advice else ''}"
+    return f": {advice}" if advice else ""
+
+
+def suggest_choice(word: str, known: Iterable[str], further: str = "") -> str:
+    """Return :func:`suggest` with the list of all known words as its advice; `further` goes on behind the list."""
+    known = tuple(known)
+    return suggest(word, known, f"choose from {', '.join(known)}{further}")
 
 
 def _folded(word: str) -> str:

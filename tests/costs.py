@@ -1,11 +1,12 @@
-"""What a round of each method costs, counted in a small run: `python -m tests.costs` fills in docs/choosing.md.
+"""The costs of a round of each method, counted in a small run: `python -m tests.costs ID ...` writes them down.
 
-Named methods are counted anew, else those that the page lacks. tests/test_contract.py makes the same runs and compares.
+They stand in `fedapp/conf/lists/methods.toml`. tests/test_contract.py makes the same runs and compares.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -19,10 +20,9 @@ import torch
 from clients.base import FedClient
 from clients.fedproto import FedProtoClient
 from fedapp import registry
+from fedapp.cli.listing import NOTES
 from fedapp.engines.local import RunResult, run
 from fedapp.models import SplitModel
-from fedapp.results.statistics import DASH
-from tests.readme import CHOOSING, costs_in, renewed
 
 SETTINGS: dict[str, Any] = {
     "dataset": "digits", "data_fraction": 0.3, "clients": 3, "local_epochs": 1, "batch_size": 64, "alpha": 1.0,
@@ -89,25 +89,25 @@ def counted() -> Iterator[dict[int, list[float]]]:
         yield seen
 
 
-def cells(result: RunResult, seen: Mapping[int, list[float]]) -> list[str]:
+def costs(result: RunResult, seen: Mapping[int, list[float]]) -> list[float]:
     """Return kB up and down of a client in the last round, kB of its answers after it, and passes of that round."""
     last = result.rounds.iloc[-1]
     once = sum(float(v) for name, v in result.summary.items() if name.startswith("bytes_up_query."))
     images, own = seen[int(last["round"])]
-    kilobytes = [f"{float(last[name]) / 1e3:.1f}" for name in ("bytes_up", "bytes_down")]
-    return [*kilobytes, f"{once / 1e3:.1f}" if once else DASH, f"{images / own:.1f}"]
+    kilobytes = [float(value) / 1e3 for value in (last["bytes_up"], last["bytes_down"], once)]
+    return [round(value, 1) for value in (*kilobytes, images / own)]
 
 
 def main(names: Sequence[str]) -> None:
-    """Count the named methods (none: those that the page lacks) and write the page."""
-    text = renewed(CHOOSING.read_text(encoding="utf-8"))
-    found = {}
+    """Count the named methods and write their costs."""
+    text = NOTES.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
-        for method in names or [name for name, there in costs_in(text).items() if "?" in there]:
+        for method in names:
             with counted() as seen:
                 result = run(method=method, rounds=2, out=Path(folder) / method, model=mixed(method), **SETTINGS)
-            found[method] = cells(result, seen)
-    CHOOSING.write_text(renewed(text, costs=found), encoding="utf-8")
+            line = f"[{method}]\ncosts = {costs(result, seen)}\n"
+            text = re.sub(rf"^\[{method}\]\n(costs = .*\n)?", line, text, flags=re.M)
+    NOTES.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

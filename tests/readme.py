@@ -1,4 +1,4 @@
-"""Update quotations in README.md, own-models.md, choosing.md and deployment.md: `python -m tests.readme [DIR]`.
+"""Update quotations in README.md and docs/: `python -m tests.readme [DIR]`.
 
 DIR is a finished comparison, for the first table.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from fedapp import registry
+from fedapp.cli.listing import notes
 from fedapp.results.statistics import DASH
 from fedapp.tasks.node import Node
 
@@ -21,6 +21,7 @@ README = ROOT / "README.md"
 OWN_MODELS = ROOT / "docs" / "own-models.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 DEPLOYMENT = ROOT / "docs" / "deployment.md"
+TRAINING = ROOT / "docs" / "training.md"
 READS = (
     "fedclassavg",
     "fedgh",
@@ -92,26 +93,15 @@ def needs_table() -> str:
     return "\n".join(lines)
 
 
-COSTS = 4
-"""Cells at the end of a row of `choosing_table` that `tests.costs` counts."""
-
-
-def costs_in(text: str) -> dict[str, list[str]]:
-    """Return the counted cells of each method that the page holds."""
-    rows = re.findall(
-        r"^\| `(\w+)` \|(.*) \|$", text.partition("<!-- table:choose -->")[2].partition("<!-- /")[0], re.M
-    )
-    return {name: [c.strip() for c in cells.split("|")[-COSTS:]] for name, cells in rows}
-
-
-def choosing_table(costs: Mapping[str, Sequence[str]]) -> str:
-    """Build the table of what each method needs and costs: declared by the method, and counted."""
+def choosing_table() -> str:
+    """Build the table of what each method needs and costs: declared by the method, and counted by `tests.costs`."""
     lines = [
         "| method | what travels | architectures may differ | one global model | public rows | tells of classes "
         "| up, kB | down, kB | once, kB | passes |",
         "|---|---|---|---|---|---|---:|---:|---:|---:|",
     ]
     for m in registry.discover().values():
+        costs = zip(("up", "down", "once", "passes"), notes().get(m.id, {}).get("costs", [0.0] * 4), strict=True)
         classes = "no" if m.per_class is None else "yes" + (f", from `{m.per_class}` on" if m.per_class else "")
         cells = [
             f"`{m.id}`",
@@ -120,9 +110,17 @@ def choosing_table(costs: Mapping[str, Sequence[str]]) -> str:
             "yes" if m.global_model else "no",
             f"{m.public_share:.0%}" if m.public_share else DASH,
             classes,
-            *costs.get(m.id, ["?"] * COSTS),
+            *(f"{cost:.1f}" if cost or column != "once" else DASH for column, cost in costs),
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def defaults_table() -> str:
+    """Build the table of the authors' settings beside ours."""
+    lines = ["| method | ours | authors' | why |", "|---|---|---|---|"]
+    for name, known in notes().items():
+        lines.append(f"| `{name}` | {known.get('ours', DASH)} | {known.get('authors', DASH)} | {known['why']} |")
     return "\n".join(lines)
 
 
@@ -165,16 +163,16 @@ def between(text: str, name: str, body: str) -> str:
     return re.sub(pattern, lambda _: f"<!-- table:{name} -->\n{body}\n<!-- /table:{name} -->", text, flags=re.S)
 
 
-def renewed(text: str, results: Path | None = None, costs: Mapping[str, Sequence[str]] | None = None) -> str:
-    """Return a page with every quotation up to date; what `costs` does not hold stays as it is."""
+def renewed(text: str, results: Path | None = None) -> str:
+    """Return a page with every quotation up to date."""
     text = between(between(files(text), "methods", methods_table()), "needs", needs_table())
-    text = between(text, "node", node_table())
-    text = between(text, "choose", choosing_table({**costs_in(text), **(costs or {})}))
+    text = between(between(text, "node", node_table()), "defaults", defaults_table())
+    text = between(text, "choose", choosing_table())
     return between(text, "demo", demo_table(results)) if results else text
 
 
 if __name__ == "__main__":
-    for page in (OWN_MODELS, CHOOSING, DEPLOYMENT):
+    for page in (OWN_MODELS, CHOOSING, DEPLOYMENT, TRAINING):
         page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     README.write_text(
         renewed(README.read_text(encoding="utf-8"), Path(sys.argv[1]) if len(sys.argv) > 1 else None), encoding="utf-8"

@@ -11,17 +11,16 @@ import pandas as pd
 import pytest
 
 from fedapp import registry
+from fedapp.cli.listing import NOTES, notes
 from fedapp.engines.local import RunResult, run
 from fedapp.method import Reply
 from fedapp.registry import ORDER
 from fedapp.transport import checkpoint, selection
-from tests.costs import SETTINGS, cells, counted, mixed
+from tests.costs import SETTINGS, costs, counted, mixed
 from tests.handmade import deterministic
 from tests.matrix import methods
-from tests.readme import CHOOSING, costs_in
 
 METHODS = list(registry.discover())
-COSTS = costs_in(CHOOSING.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -46,9 +45,9 @@ def test_two_rounds_and_only_the_declared_set_leaves(
         if kind == "evaluate":
             assert not reply.arrays
     # What a new method still lacks in the pages comes last.
-    renew = f"run python -m tests.readme, then python -m tests.costs {method}"
-    assert method in COSTS, f"docs/choosing.md has no row for {method}: {renew}"
-    assert COSTS[method] == cells(result, seen), f"docs/choosing.md has other costs of {method}: {renew}"
+    renew = f"run python -m tests.costs {method}, then python -m tests.readme"
+    assert method in notes(), f"{NOTES} has no part [{method}]: add it, then {renew}"
+    assert notes()[method]["costs"] == costs(result, seen), f"{NOTES} has other costs of {method}: {renew}"
 
 
 @pytest.mark.parametrize("method", methods())

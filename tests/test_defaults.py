@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedapp import registry
+from fedapp.cli import listing
 from fedapp.method import TrainDefaults
 
 CCVR: dict[str, Any] = {
@@ -187,18 +187,15 @@ def test_defaults(method: str) -> None:
 
 def test_the_table_of_the_authors_settings_has_every_method_and_its_defaults() -> None:
     """Each `name=value` under *ours* is the default; a default step that is not the common one is in the table."""
-    text = (Path(__file__).parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
-    section = text.partition("## Defaults and the authors' settings\n")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
-    assert [row[0].strip("`") for row in rows] == registry.ORDER and all(len(row) == 4 for row in rows)
+    assert list(listing.notes()) == registry.ORDER
     common = asdict(TrainDefaults())
-    for name, ours, *words in rows:
-        method = registry.get(name.strip("`"))
+    for name, known in listing.notes().items():
+        method, ours = registry.get(name), known.get("ours", "")
         own, step = method.hparams().model_dump(), asdict(method.defaults)
         stated = dict(re.findall(r"`(\w+)=([^`]+)`", ours))
         for key, value in stated.items():
             assert str({**step, **own}[key]).lower() == value, (name, key)
-        assert {k for k, v in step.items() if v != common[k]} <= stated.keys() and all(words), name
+        assert {k for k, v in step.items() if v != common[k]} <= stated.keys() and known["why"], name
 
 
 CCVR_LIMITS = (

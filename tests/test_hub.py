@@ -302,7 +302,7 @@ def test_a_missing_entry_is_found_first(tmp_path: Path) -> None:
     [
         (["signal", "photo"], "y=activity", r"signal, photo could all be x: give columns = .x=NAME"),
         (["signal", "age"], "x=signal,age y=activity", "signal, age could all be x"),
-        (["signal"], "y=activty client=persn", r"no column 'activty', did .*'persn', did .*\(2 in all\)"),
+        (["signal"], "y=activty client=persn", r"no column 'activty' .did .*'persn' .did .*\(2 in all\)"),
         (["signal"], "", "no column y, label or target for the classes"),
     ],
 )

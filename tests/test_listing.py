@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import io
+import json
+import re
 from collections.abc import Iterator
 
 import click
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 from fedapp import __version__, registry
-from fedapp.cli import app, printing
-from fedapp.config import KEYS
+from fedapp.cli import app, listing, printing
+from fedapp.config import GROUPS, KEYS
 from fedapp.data.datasets import DATASET_NAMES
 from fedapp.data.partitions import PARTITION_KINDS
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, suggest
 from fedapp.models import MODEL_NAMES
+from tests.house import ROOT
 
 WIDE = 80
 
 
-def lines(*arguments: str) -> list[list[str]]:
-    """Return what a command prints through a pipe: the cells of each line."""
+def printed(*arguments: str) -> str:
+    """Return what a command prints through a pipe."""
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 0, result.output
-    return [line.split("\t") for line in result.stdout.splitlines()]
+    return result.stdout
+
+
+def lines(*arguments: str) -> list[list[str]]:
+    """Return what a command prints through a pipe: the cells of each line."""
+    return [line.split("\t") for line in printed(*arguments).splitlines()]
 
 
 def test_the_version_is_the_packages() -> None:
@@ -77,19 +83,84 @@ def test_every_name_is_listed_with_a_sentence(command: str, names: tuple[str, ..
     assert all(len(row[-1].split()) > 1 for row in rows)
 
 
-@pytest.mark.parametrize("command", ["methods", "keys", "models", "datasets", "partitions", "recipes"])
+LISTS = [
+    "methods",
+    "methods fedgh",
+    "methods local",
+    "keys",
+    "keys data",
+    "keys lr",
+    "models",
+    "datasets",
+    "partitions",
+]
+
+
+@pytest.mark.parametrize("command", [*LISTS, "recipes", "--help", "run --help"])
 def test_a_listing_fits_eighty_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is wider, and no name is broken."""
-    names = [row[0] for row in lines(command)]
-    console = Console(width=WIDE, record=True, file=io.StringIO())
-    monkeypatch.setattr(printing, "Screen", lambda **_: console)
-    monkeypatch.setattr(printing, "on_terminal", lambda: True)
-    result = CliRunner().invoke(app, [command])
+    """No line is wider, and no word or number of a wide terminal is cut or broken."""
+    for module in (printing, listing):
+        monkeypatch.setattr(module, "on_terminal", lambda: True)
+    wide, shown = (
+        CliRunner().invoke(app, command.split(), env={"COLUMNS": str(width)}).stdout for width in (1000, WIDE)
+    )
+    assert max(map(len, shown.splitlines())) <= WIDE and "\u2026" not in shown
+    assert set(shown.split()) == set(wide.split())
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """Return what a command prints on a terminal."""
+    for module in (printing, listing):
+        monkeypatch.setattr(module, "on_terminal", lambda: True)
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(WIDE)})
     assert result.exit_code == 0, result.output
-    shown = console.export_text().splitlines()
-    assert max(map(len, shown)) <= WIDE
-    begun = {line.split(" ")[0] for line in shown if not line.startswith(" ")}
-    assert {*names} <= begun
+    return result.stdout
+
+
+def test_keys_begin_with_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    piped = {name: {row[0] for row in lines("keys", name)} for name in GROUPS}
+    shown = on_terminal(monkeypatch, "keys")
+    assert len(shown.splitlines()) < 40
+    for name, group in GROUPS.items():
+        assert f"{name} {len(group.model_fields)} keys" in shown
+        keys = {field.alias for field in group.model_fields.values()}
+        assert piped[name] == keys and keys <= set(shown.replace(",", " ").split())
+
+
+def test_keys_know_other_names_and_hyperparameters() -> None:
+    assert lines("keys", "local_epochs")[0][0] == "local-epochs"
+    assert lines("keys", "learning-rate")[0][0] == "lr" and lines("keys", "rounds")[0][0] == "num-server-rounds"
+    assert lines("keys", "mu")[0][0].startswith("mu is a hyperparameter of fedprox, ")
+
+
+def test_methods_are_chosen_by_what_they_declare() -> None:
+    every = registry.discover().values()
+    for option, wanted in {
+        "--different-architectures": [m.id for m in every if m.heterogeneous],
+        "--no-class-info": [m.id for m in every if m.per_class is None],
+        "--global-model": [m.id for m in every if m.global_model],
+    }.items():
+        assert [row[0] for row in lines("methods", option)] == wanted
+        assert [m["id"] for m in json.loads(printed("methods", option, "--json"))] == wanted
+    found = json.loads(printed("methods", "fedprox", "--json"))
+    assert found["hyperparameters"]["mu"]["default"] == 0.01 and found["kb_up"] == 153.1
+    assert found["headline"] == "received" and "0.001, 0.01, 0.1, 1" in found["authors_settings"]
+
+
+def test_the_facts_of_a_method_are_its_declarations(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = " ".join(on_terminal(monkeypatch, "methods", "fedgh").split())
+    for part in (
+        "class means up, the header down; 2.3 kB up, 2.6 kB down a round (digits, digits-a)",
+        "revealed by the payload, from min_class_count rows on", "architectures may differ", "global model no",
+        "docs/methods/fedgh.md", "authors' settings 0.01, 1, 50; clients SGD", '--method "fedgh(header_lr=0.01)"',
+        "header_epochs whole number, at least 1; default 1 passes over the LARs",
+    ):  # fmt: skip
+        assert part in shown, part
+
+
+def test_recipes_come_in_the_order_of_their_numbers() -> None:
+    found = [row[0] for row in lines("recipes") if row[0].startswith("ccvr-table4")]
+    assert found == [f"ccvr-table4-{clients}-clients" for clients in (10, 50, 100)]
 
 
 def refused(*arguments: str) -> str:
@@ -103,9 +174,9 @@ def refused(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("runn",), "No such command 'runn', did you mean 'run'?"),
-        (("deploy", "chek"), "No such command 'chek', did you mean 'check'?"),
-        (("run", "--lr", "0.1"), "No such option '--lr', did you mean '--set lr=VALUE'?"),
+        (("runn",), "no such command 'runn', did you mean 'run'?"),
+        (("deploy", "chek"), "no such command 'chek', did you mean 'check'?"),
+        (("run", "--lr", "0.1"), "no such option '--lr', did you mean '--set lr=VALUE'?"),
         (("run", "--epochs=3"), "did you mean '--set local-epochs=VALUE'?"),
         (("compare", "--local_epochs=3"), "did you mean '--set local-epochs=VALUE'?"),
         (("run", "--num-server-rounds", "3"), "did you mean '--rounds'?"),
@@ -113,9 +184,12 @@ def refused(*arguments: str) -> str:
         (("run", "--learning-rate", "3"), "did you mean '--set lr=VALUE'?"),
         (("run", "--datset", "mnist"), "did you mean '--dataset'?"),
         (("run", "--mu", "0.1"), "mu is a hyperparameter of fedprox, "),
-        (("export", "--lr", "0.1"), "No such option '--lr'"),
+        (("export", "--lr", "0.1"), "no such option '--lr'"),
         (("run", "--set", "rounds=3"), "unknown key 'rounds', did you mean 'num-server-rounds'?"),
-        (("run", "--set", "mu=0.1"), '--set method-args="mu=0.1"'),
+        (("run", "--set", "mu=0.1"), 'give it as --method "fedprox(mu=0.1)"'),
+        (("run", "--method", "moon(tau=1)", "--set", "mu=0.1"), 'give it as --method "moon(mu=0.1)"'),
+        (("compare", "--set", "mu=0.1"), 'give it as --methods "fedprox(mu=0.1)"'),
+        (("run", "--mu", "0.1"), 'give it as --method "fedprox(mu=VALUE)"'),
         (("compare", "--methods", "local", "fedavg"), "a method: give --method fedavg, or several with commas"),
         (("compare", "--methods", "local", "fedavg", "fedprox"), "separate methods with commas"),
         (("run", "mnist"), "a data set: give --dataset mnist"),
@@ -160,5 +234,18 @@ def test_help_lists_arguments_once_and_escapes_nothing(command: tuple[str, ...])
 
 def test_help_says_whole_sentences() -> None:
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": str(WIDE)}).stdout
-    assert "..." not in shown.partition("Commands:")[2] and "--install-completion" in shown
+    found = shown.partition("\n\nRun:")[2]
+    assert "..." not in found and "Commands:" not in found and "--install-completion" in shown
+    assert all(f"\n\n{group}:" in found for group in ("Look at results", "Use a model", "Lists", "Real devices"))
+    for name, *_ in filter(None, commands(typer.main.get_group(app))):
+        assert re.search(rf"^  {name} ", found, re.M), name
     assert max(map(len, shown.splitlines())) <= WIDE
+
+
+def test_no_message_joins_a_suggestion_with_further_punctuation() -> None:
+    joined = re.compile(r"suggest(_choice)?\((?:[^{}]|\{[^{}]*\})*\)\}[:;.,]")
+    for folder in ("fedapp", "strategies", "clients"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert joined.search(file.read_text(encoding="utf-8")) is None, file
+    assert suggest("cifar", ["cifar10"], "choose one") == ", did you mean 'cifar10'? Choose one"
+    assert suggest("x", ["cifar10"], "choose one") == ": choose one"

@@ -8,13 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from fedapp import cli, registry
-from tests.readme import CHOOSING, DEPLOYMENT, OWN_MODELS, README, ROOT, costs_in, renewed
+from fedapp.cli import listing
+from tests.readme import CHOOSING, DEPLOYMENT, OWN_MODELS, README, ROOT, TRAINING, renewed
 
 TEXT = README.read_text(encoding="utf-8")
 
 
 def test_what_is_quoted_is_current() -> None:
-    for text in (TEXT, *(page.read_text(encoding="utf-8") for page in (OWN_MODELS, CHOOSING, DEPLOYMENT))):
+    for text in (TEXT, *(page.read_text(encoding="utf-8") for page in (OWN_MODELS, CHOOSING, DEPLOYMENT, TRAINING))):
         assert renewed(text) == text, "run: python -m tests.readme"
 
 
@@ -25,7 +26,7 @@ def test_every_method_says_what_it_needs_of_a_model() -> None:
 
 def test_every_method_says_what_it_costs() -> None:
     """`tests/test_contract.py` counts and compares."""
-    assert list(costs_in(CHOOSING.read_text(encoding="utf-8"))) == registry.ORDER
+    assert list(listing.notes()) == registry.ORDER and all(len(m["costs"]) == 4 for m in listing.notes().values())
 
 
 COMMANDS = re.findall(r"^\.venv/bin/fedapp ([^#\n]+)", TEXT, flags=re.M)

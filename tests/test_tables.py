@@ -246,7 +246,7 @@ def test_a_file_per_client(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "columns", "message"),
     [
-        (lambda f: f, "y=diagnosi client=hopital", r"no column 'diagnosi', did .*, 'hopital', did .*\(2 in all"),
+        (lambda f: f, "y=diagnosi client=hopital", r"no column 'diagnosi' .did .*, 'hopital' .did .*\(2 in all"),
         (lambda f: f, "client=hospital", 'no column y, label or target for the classes: say which with columns = "y='),
         (lambda f: f.assign(y=1, label=2), "", "y and label could both be the classes"),
         (lambda f: f, "y=age", "'age' has numbers such as .*, wanted classes"),

@@ -168,7 +168,7 @@ def test_unseen_clients_are_given_by_the_names_of_the_data(tiny: Tiny, tmp_path:
     for name in ("rounds", "unseen"):
         one, two = (reproducible(getattr(r, name)) for r in (by_name, by_id))
         pd.testing.assert_frame_equal(one, two, check_exact=True)
-    told = r"no client is called 'bop', did you mean 'bob'\?: the data have ada, bob, st\. dan"
+    told = r"no client is called 'bop', did you mean 'bob'\? The data have ada, bob, st\. dan"
     with pytest.raises(BadRequest, match=told):
         tiny(method="fedavg", unseen="ada,bop", **data)
     with pytest.raises(BadRequest, match="leaves none of 3"):

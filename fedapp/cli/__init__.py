@@ -87,7 +87,7 @@ def found(file: Path | None) -> recipes.Recipe | None:
     return recipes.find(file) if file is not None else None
 
 
-@app.command()
+@app.command(rich_help_panel="Run")
 def run(
     file: File = None,
     method: Annotated[str | None, typer.Option(help="id of the method (fedapp methods)")] = None,
@@ -151,11 +151,7 @@ def run(
     )
 
 
-for listed in (listing.methods, listing.keys, listing.models, listing.datasets, listing.partitions, listing.recipes):
-    app.command()(listed)
-
-
-@app.command()
+@app.command(rich_help_panel="Run")
 def partition(
     file: File = None,
     dataset: Annotated[str | None, typer.Option(help="data set")] = None,
@@ -164,7 +160,10 @@ def partition(
     out: Annotated[Path | None, typer.Option(help="folder for partition.npz and partition.png")] = None,
     sets: Set = None,
 ) -> None:
-    """Show how the data would be partitioned: classes x clients, sizes, majority-class score; --out adds a figure."""
+    """Show the division of the data: classes x clients and sizes.
+
+    --out adds a figure.
+    """
     from fedapp import config
     from fedapp.data.card import data_card, leaks
     from fedapp.results.figures import maps
@@ -190,7 +189,7 @@ def partition(
         echo(f"written to {out}")
 
 
-@app.command()
+@app.command(rich_help_panel="Run")
 def compare(
     file: File = None,
     methods: Annotated[
@@ -239,7 +238,9 @@ def compare(
     quiet: Annotated[bool, typer.Option("--quiet", help="print nothing but what failed")] = False,
     sets: Set = None,
 ) -> None:
-    """Run several methods on the same data, partition and sampled clients, and compare them; resumable.
+    """Compare methods on the same data, partition and sampled clients.
+
+    The same command again goes on with a comparison that was interrupted.
 
     Without --methods: the rows that a recipe lists, else the file's method and Standalone. Exit codes as fedapp run.
     """
@@ -303,7 +304,7 @@ def _loaded(run: Path, client: str | None, received: bool = False, allow: str = 
     return load(run, number, "received" if received else "trained", allow)
 
 
-@app.command()
+@app.command(rich_help_panel="Use a model")
 def predict(
     files: Annotated[
         list[Path],
@@ -320,7 +321,7 @@ def predict(
     out: Annotated[Path | None, typer.Option(help="also write classes and probabilities to this .csv file")] = None,
     allow: Allow = "",
 ) -> None:
-    """Classify pictures, arrays or rows with a model that a run or a node saved after training."""
+    """Classify samples with a model that a run or a node saved."""
     from fedapp.results import predict as predicting
     from fedapp.results.cells import write_table
 
@@ -353,7 +354,7 @@ def predict(
     show(net.about, heads, cells, piped)
 
 
-@app.command()
+@app.command(rich_help_panel="Use a model")
 def export(
     run: Annotated[Path, typer.Argument(help="run directory, or a node's STATE-DIR/<federation>", metavar="DIR")],
     out: Annotated[Path, typer.Option(help="file to write")],
@@ -362,7 +363,10 @@ def export(
     received: Annotated[bool, typer.Option("--received", help="the client's model before local training")] = False,
     allow: Allow = "",
 ) -> None:
-    """Write a trained model with its transform as one graph on raw samples, and check it against the module."""
+    """Write a trained model as one graph on raw samples.
+
+    The graph holds the transform. It is checked against the module.
+    """
     from fedapp.results import exporting
 
     net = _loaded(run, client, received, allow)
@@ -371,7 +375,7 @@ def export(
     echo(f"largest difference from the module on {exporting.CHECKED} samples: {difference:.2g}\nwritten to {out}")
 
 
-@app.command()
+@app.command(rich_help_panel="Look at results")
 def report(
     directory: Annotated[Path, typer.Argument(help="a run directory, or a folder with run directories", metavar="DIR")],
     figures: Annotated[
@@ -379,7 +383,10 @@ def report(
     ] = None,
     allow: Allow = "",
 ) -> None:
-    """Write DIR/report.html, a single page about a run or a comparison that opens offline."""
+    """Write a page about a run or a comparison that opens offline.
+
+    The page is DIR/report.html.
+    """
     from fedapp import plugins
     from fedapp.results import report as reporting
 
@@ -390,7 +397,7 @@ def report(
         echo(f"figures: {figures.expanduser().absolute()}")
 
 
-@app.command(name="track")
+@app.command("track", rich_help_panel="Look at results")
 def track_runs(
     directory: Annotated[Path, typer.Argument(help="a run directory, or a folder with run directories", metavar="DIR")],
     to: Annotated[list[str], typer.Option(help="tensorboard, mlflow, wandb or a package's; repeatable")],
@@ -404,16 +411,24 @@ def track_runs(
         following.track(run, ",".join(to), lambda event: echo(event["text"]) if "text" in event else None)
 
 
-app.add_typer(deployment.deployment, name="deploy")
+for _listed in (listing.methods, listing.keys, listing.models, listing.datasets, listing.partitions, listing.recipes):
+    app.command(rich_help_panel="Lists")(_listed)
+
+ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
+DEVICES = "Real devices"
 for _passed_on in (deployment.superlink, deployment.supernode):
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_passed_on)
-app.add_typer(deployment.operator, name="operator")
-app.command()(deployment.admit)
+    app.command(context_settings=ANY_OPTIONS, rich_help_panel=DEVICES)(_passed_on)
+app.command(rich_help_panel=DEVICES)(deployment.admit)
+app.add_typer(deployment.operator, name="operator", rich_help_panel=DEVICES)
+app.add_typer(deployment.deployment, name="deploy", rich_help_panel=DEVICES)
 
 
-@app.command("figure", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-@app.command("reproduce", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command("figure", context_settings=ANY_OPTIONS, rich_help_panel="Papers")
+@app.command("reproduce", context_settings=ANY_OPTIONS, rich_help_panel="Papers")
 def elsewhere(context: typer.Context) -> None:
-    """Point to `python -m reproduction` of a clone: the package holds no figures or claims of the papers."""
+    """Point to `python -m reproduction` of a clone.
+
+    The package holds no figures or claims of the papers.
+    """
     command = "figure" if context.info_name == "figure" else "claim"
     raise BadRequest(f"{context.info_name} needs a clone of the repository: python -m reproduction {command}")

@@ -2,54 +2,149 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Mapping
+from importlib.metadata import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from fedapp.cli.printing import entries, kind, on_terminal, tell_broken
+from fedapp.cli.printing import entries, kind, on_terminal, show, tell_broken
 from fedapp.errors import BadRequest, suggest
-from fedapp.results.terminal import echo
+from fedapp.results.terminal import Screen, echo
 
 if TYPE_CHECKING:
     from fedapp.method import Method
 
+NOTES = Path(__file__).parents[1] / "conf" / "lists" / "methods.toml"
+COLUMNS = (
+    "architectures: any = clients may differ, one = the same for all; global: one global model; classes: the payload "
+    "reveals facts of single classes; kB up: payload of a client in a round, on digits with the model digits-a.\n"
+    "fedapp methods ID: all facts of one method"
+)
+
+
+@functools.cache
+def notes() -> dict[str, dict[str, Any]]:
+    """Return counted costs and the authors' settings of each method that is part of the package."""
+    return tomllib.loads(NOTES.read_text(encoding="utf-8"))
+
+
+def facts(method: Method) -> dict[str, Any]:
+    """Return what is known of a method without a run: its declaration, its counted costs, its authors' settings."""
+    known = notes().get(method.id, {})
+    module = sys.modules.get(f"strategies.{method.id}") or sys.modules[method.strategy.__module__]
+    costs = dict(zip(("kb_up", "kb_down", "kb_once", "passes"), known.get("costs", ()), strict=False))
+    pages = [url for url in metadata("fedapp").get_all("Project-URL") or [] if url.startswith("Documentation, ")]
+    return {
+        "id": method.id,
+        "title": method.title,
+        "paper": method.paper,
+        "summary": " ".join((module.__doc__ or "").partition("\n\n")[0].split()),
+        "different_architectures": method.heterogeneous,
+        "global_model": method.global_model,
+        "class_info": method.per_class is not None,
+        "class_threshold": method.per_class or "",
+        "public_share": method.public_share,
+        "headline": method.deploy_as,
+        "payload": method.travels,
+        **costs,
+        "authors_settings": known.get("authors", ""),
+        "our_settings": known.get("ours", ""),
+        "reason": known.get("why", ""),
+        "page": f"{pages[0].partition(', ')[2] if pages else 'docs'}/methods/{method.id}.md",
+        "hyperparameters": {
+            name: {"type": kind(schema), "default": schema["default"], "meaning": schema.get("description", "")}
+            for name, schema in method.hparams.model_json_schema().get("properties", {}).items()
+        },
+    }
+
 
 def methods(
-    method: Annotated[
-        str | None, typer.Argument(help="method whose hyperparameters are listed", metavar="[ID]")
-    ] = None,
+    method: Annotated[str | None, typer.Argument(help="method to describe", metavar="[ID]")] = None,
+    different_architectures: Annotated[
+        bool, typer.Option("--different-architectures", help="those that allow different architectures")
+    ] = False,
+    no_class_info: Annotated[
+        bool, typer.Option("--no-class-info", help="those whose payload reveals no facts of single classes")
+    ] = False,
+    global_model: Annotated[bool, typer.Option("--global-model", help="those with one global model")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print all facts as JSON")] = False,
 ) -> None:
-    """List all methods: whether they allow different architectures, what travels, and the paper.
+    """List the methods: what they need, reveal and send.
 
-    With the id of a method: its hyperparameters, with type, default and meaning.
+    With the id of a method: its payload, the authors' settings, and its hyperparameters with type, default and meaning.
     """
     from fedapp import registry
 
     if method is not None:
-        hyperparameters(registry.get(method))
+        found = facts(registry.get(method))
+        echo(json.dumps(found, indent=2, ensure_ascii=False)) if as_json else describe(found)
         return
     tell_broken()
-    rows = [
-        (m.id, m.title, "yes" if m.heterogeneous else "no", m.travels, m.paper) for m in registry.discover().values()
+    chosen = [
+        m
+        for m in map(facts, registry.discover().values())
+        if m["different_architectures"] >= different_architectures
+        and m["class_info"] <= (not no_class_info)
+        and m["global_model"] >= global_model
     ]
-    entries(
-        rows,
-        lambda row: (f"travels: {row[3]}", f"{row[1]}; {row[4]}" + "; different architectures" * (row[2] == "yes")),
-    )
+    if as_json:
+        echo(json.dumps(chosen, indent=2, ensure_ascii=False))
+        return
+    words = ("no", "yes")
+    show(
+        "",
+        ("id", "method", "architectures", "global", "classes", "kB up"),
+        [
+            (m["id"], m["title"], ("one", "any")[m["different_architectures"]], words[m["global_model"]],
+             words[m["class_info"]], str(m.get("kb_up", "")))
+            for m in chosen
+        ],
+        [
+            (m["id"], m["title"], words[m["different_architectures"]], m["payload"], m["paper"],
+             words[m["global_model"]], words[m["class_info"]], str(m.get("kb_up", "")))
+            for m in chosen
+        ],
+        COLUMNS,
+    )  # fmt: skip
 
 
-def hyperparameters(method: Method) -> None:
-    """List the hyperparameters of a method with type, default and meaning."""
-    found = method.hparams.model_json_schema()["properties"] if method.hparams.model_fields else {}
+def describe(method: Mapping[str, Any]) -> None:
+    """Print the facts of one method, and its hyperparameters with type, default and meaning."""
     rows = [
-        (name, kind(schema), shown(schema["default"]), schema.get("description", "")) for name, schema in found.items()
+        (name, field["type"], shown(field["default"]), field["meaning"])
+        for name, field in method["hyperparameters"].items()
     ]
     if on_terminal():
-        echo(f"{method.title}; {method.paper}\ntravels: {method.travels}")
+        sizes = "{kb_up} kB up, {kb_down} kB down a round"
+        sizes += ", {kb_once} kB up at the end" if method.get("kb_once") else ""
+        least = f", from {method['class_threshold']} rows on" if method["class_threshold"] else ""
         example = next((f"{name}={default or 'VALUE'}" for name, _, default, _ in rows), "")
-        how = f'give them as --method "{method.id}({example})" or --set method-args="{example}"\n'
-        echo(how if rows else f"{method.id} takes no hyperparameters")
+        said = {
+            "page": method["page"],
+            "payload": method["payload"]
+            + (f"; {sizes.format(**method)} (digits, digits-a)" if "kb_up" in method else ""),
+            "class facts": f"revealed by the payload{least}" if method["class_info"] else "not revealed",
+            "architectures": "may differ" if method["different_architectures"] else "one for all clients",
+            "global model": "yes" if method["global_model"] else "no",
+            "public rows": f"{method['public_share']:.0%} of the training rows" if method["public_share"] else "",
+            "headline": f"{method['headline']} model",
+            "authors' settings": method["authors_settings"],
+            "our settings": f"{method['our_settings']}; {method['reason']}".strip("; ").replace("`", ""),
+            "hyperparameters": f'--method "{method["id"]}({example})"' if rows else "none",
+        }
+        table = Table.grid(padding=(0, 2))
+        for name, text in said.items():
+            if text:
+                table.add_row(name, text)
+        Screen(highlight=False).print(f"{method['id']}: {method['summary']}", "", table, "", sep="\n")
     entries(rows, lambda row: (row[3], f"{row[1]}; default {row[2] or 'empty'}"))
 
 
@@ -61,30 +156,46 @@ def shown(default: object) -> str:
 
 
 def keys(
-    word: Annotated[str | None, typer.Argument(help="show keys whose name or meaning has this word")] = None,
+    word: Annotated[
+        str | None, typer.Argument(help="group of keys, or a word in their names or meanings", metavar="[GROUP|WORD]")
+    ] = None,
 ) -> None:
-    """List the run-config keys with type, default and meaning; a method's own settings go into method-args.
+    """List the groups of run-config keys, or keys with type, default and meaning.
 
     Values of method, dataset, model and partition: fedapp methods, datasets, models, partitions.
     """
-    from fedapp.config import GROUPS, KEYS
+    from fedapp import config
 
-    unsorted = {k: v for group in GROUPS.values() for k, v in group.model_json_schema()["properties"].items()}
-    found = {key: unsorted[key] for key in KEYS}
-    rows = []
-    for name, schema in found.items():
-        rows.append((name, kind(schema), shown(schema["default"]), schema.get("description", "")))
-    if word is not None:
-        named = [row for row in rows if word.lower() in row[0]]
-        rows = [row for row in rows if row in named or word.lower() in row[3].lower()]
-        rows.sort(key=lambda row: (row[0] != word.lower(), row not in named))
-    if not rows:
-        raise BadRequest(f"no key has '{word}' in its name or meaning{suggest(str(word), found)}: see fedapp keys")
+    groups = {name: group.model_json_schema() for name, group in config.GROUPS.items()}
+    if word is None and on_terminal():
+        entries(
+            [(name, *group["properties"]) for name, group in groups.items()],
+            lambda row: (", ".join(row[1:]), f"{len(row) - 1} keys. {groups[row[0]]['description']}"),
+        )
+        echo("\nfedapp keys GROUP: its keys with type, default and meaning")
+        echo("fedapp keys WORD: keys with a word in their names or meanings")
+        return
+    fields = {key: field for group in groups.values() for key, field in group["properties"].items()}
+    rows = [(k, kind(fields[k]), shown(fields[k]["default"]), fields[k].get("description", "")) for k in config.KEYS]
+    typed = (word or "").lower().replace("_", "-")
+    if typed in groups:
+        rows = [row for row in rows if row[0] in groups[typed]["properties"]]
+    elif typed:
+        meant = config.key_of(typed)
+        named = [row for row in rows if typed in row[0] or row[0] == meant]
+        rows = [row for row in rows if row in named or typed in row[3].lower()]
+        rows.sort(key=lambda row: (row[0] != meant, row not in named))
+        if meant is None and (field := config.hyperparameter_text(typed, "VALUE", "--method ")):
+            echo(f"{word} is {field}")
+            return
+        if not rows:
+            near = suggest(typed, [*fields, *groups], "see fedapp keys")
+            raise BadRequest(f"no key has '{word}' in its name or meaning{near}")
     entries(rows, lambda row: (row[3], f"{row[1]}; default {row[2] or 'empty'}"))
 
 
 def models() -> None:
-    """List the models: the features that their heads see, the samples that they take, and what they are."""
+    """List the models, the features of their heads and their samples."""
     from fedapp.models import own, zoo
 
     rows = [(name, str(width), takes, words) for name, width, takes, words in zoo.listed()]
@@ -93,7 +204,7 @@ def models() -> None:
 
 
 def datasets() -> None:
-    """List the data sets by name, and the forms that your own data may have."""
+    """List the data sets, and the forms that your own data may have."""
     from fedapp.data import datasets
 
     rows = []
@@ -110,7 +221,7 @@ def datasets() -> None:
 
 
 def partitions() -> None:
-    """List the ways to divide a data set over the clients, each with the key that sets it."""
+    """List the ways to divide a data set over the clients."""
     from fedapp.data.partitions import MEANING, PARTITION_PARAMETER
 
     rows = [(name, PARTITION_PARAMETER[name] or "", words) for name, words in MEANING.items()]
@@ -121,10 +232,16 @@ def partitions() -> None:
 def recipes(
     name: Annotated[str | None, typer.Argument(help="recipe to print as a TOML file", metavar="[NAME]")] = None,
 ) -> None:
-    """List the shipped recipes (the settings of the papers' tables), or print one of them."""
+    """List the recipes of the papers' tables, or print one of them."""
     from fedapp.experiments import recipes
 
     if name is not None:
         echo(recipes.find(Path(name)).text, nl=False)
         return
-    entries([(r.name, r.title) for r in recipes.shipped().values()], lambda row: (row[1], ""))
+    found = sorted(recipes.shipped().values(), key=lambda r: _numbered(r.name))
+    entries([(r.name, r.title) for r in found], lambda row: (row[1], ""))
+
+
+def _numbered(name: str) -> list[str | float]:
+    """Split a name at its numbers, so that 50 comes before 100."""
+    return [float(part) if part[:1].isdigit() else part for part in re.split(r"(\d+(?:\.\d+)?)", name)]

@@ -31,14 +31,22 @@ class _Help:
         """Read the options. One that does not exist is refused with the option, key or hyperparameter that is meant."""
         try:
             read: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        except click.exceptions.NoArgsIsHelpError:
+            raise
         except click.NoSuchOption as e:
-            raise click.UsageError(_no_option(e.option_name, ctx.command), ctx) from None
+            raise _refused(_no_option(e.option_name, ctx.command), ctx) from None
         except click.UsageError as e:
-            if "extra argument" not in e.message or all("--methods" not in param.opts for param in ctx.command.params):
-                raise
-            advice = "separate methods with commas and no blanks, --methods local,fedavg"
-            raise click.UsageError(f"{e.message}: {advice}", ctx) from None
+            text = e.format_message()
+            if "extra argument" in text and any("--methods" in param.opts for param in ctx.command.params):
+                text += ": separate methods with commas and no blanks, --methods local,fedavg"
+            raise _refused(text, ctx) from None
         return read
+
+
+def _refused(text: str, context: Any) -> BadRequest:
+    """Return the error for words that a command does not take."""
+    ends = "" if text.endswith(("?", ".")) else "."
+    return BadRequest(f"{text[0].lower()}{text[1:]}{ends} See: {context.command_path} --help")
 
 
 def _no_option(option: str, command: click.Command) -> str:
@@ -46,7 +54,7 @@ def _no_option(option: str, command: click.Command) -> str:
     from fedapp import config
 
     known = {option: param for param in command.params for option in param.opts if isinstance(param, click.Option)}
-    text = f"No such option '{option}'"
+    text = f"no such option '{option}'"
     name = option.lstrip("-")
     key = config.key_of(name)
     if "--set" in known and key is not None:
@@ -55,9 +63,9 @@ def _no_option(option: str, command: click.Command) -> str:
         return f"{text}, did you mean '{meant}'?"
     if near := suggest(option, known):
         return text + near
-    if "--set" in known and (owners := config.owners(name)):
-        field = name.replace("-", "_")
-        text += f'. {name} is a hyperparameter of {", ".join(owners)}: --set method-args="{field}=VALUE"'
+    give = "--methods " if "--methods" in known else "--method "
+    if "--set" in known and (found := config.hyperparameter_text(name, "VALUE", give)):
+        text += f". {name} is {found}"
     return text
 
 
@@ -93,8 +101,20 @@ class Commands(_Help, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a command; click and Typer would each add what may be meant by an unknown one."""
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            ctx.fail(f"No such command '{args[0]}'{suggest(args[0], self.list_commands(ctx))}")
+            raise _refused(f"no such command '{args[0]}'{suggest(args[0], self.list_commands(ctx))}", ctx)
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands in groups, each with its first sentence."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        names = self.list_commands(ctx)
+        for name in names:
+            command = self.get_command(ctx, name)
+            group = getattr(command, "rich_help_panel", None) or "Commands"
+            groups.setdefault(group, []).append((name.ljust(max(map(len, names))), command.short_help))
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -140,7 +160,11 @@ def collect(
         key, sep, text = item.partition("=")
         if not sep:
             raise BadRequest(f"--set {item} has no value: write --set key=value")
-        put(key.strip(), config.parse_value(key.strip(), text.strip()), f"--set {item}")
+        key, text = key.strip(), text.strip()
+        if key not in config.KEYS:
+            give, method = ("--method ", str(options["method"])) if "method" in options else ("--methods ", "")
+            raise BadRequest(config.unknown_key(key, text, give, method.partition("(")[0]))
+        put(key, config.parse_value(key, text), f"--set {item}")
     values = dict(settings or {})
     chosen = config.expanded({k: v for k, (v, _) in given.items()})
     if scale is not None:

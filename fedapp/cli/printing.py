@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from fedapp.errors import plain
+from fedapp.errors import is_number, plain
 from fedapp.results.terminal import Screen, echo
 
 
@@ -33,19 +33,33 @@ def _piped(row: Sequence[str | Text]) -> str:
 
 
 def show(
-    title: str, heads: Sequence[str], rows: Sequence[Sequence[str | Text]], piped: Iterable[Sequence[str]] = ()
+    title: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    piped: Iterable[Sequence[str]] = (),
+    below: str = "",
 ) -> None:
-    """Print rows as a table on a terminal; elsewhere print them (or `piped`) with tabs between the cells."""
+    """Print rows as a table on a terminal; elsewhere print them (or `piped`) with tabs between the cells.
+
+    Parameters
+    ----------
+    title, below : lines above and below the table, as wide as the terminal.
+    """
     if not on_terminal():
         for row in piped or rows:
             echo(_piped(row))
         return
-    first, *others = heads
-    columns = [Column(first, overflow="fold", no_wrap=True), *(Column(head, overflow="fold") for head in others)]
-    table = Table(*columns, title=title)
+    columns = [
+        Column(
+            head, overflow="fold", no_wrap=not i, justify="right" if all(is_number(str(r[i])) for r in rows) else "left"
+        )
+        for i, head in enumerate(heads)
+    ]
+    table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    Screen().print(table)
+    console = Screen(highlight=False)
+    console.print(*filter(None, [title, table, below]), sep="\n")
 
 
 def entries(rows: Sequence[Sequence[str]], below: Callable[[Sequence[str]], tuple[str, str]]) -> None:

@@ -30,7 +30,7 @@ from fedapp.config.checks import (
 )
 from fedapp.config.keys import DEFAULTS, FIELDS, GROUPS, KEYS, OTHER_NAMES, RunConfig
 from fedapp.data.datasets import published
-from fedapp.errors import BadRequest, named_values, suggest
+from fedapp.errors import BadRequest, named_values, suggest, suggest_choice
 from fedapp.learning.optimizers import check_optimizer, takes
 from fedapp.method import TrainDefaults
 from fedapp.models import default_model
@@ -164,26 +164,25 @@ def told_apart(what: str, method: str, inside: Sequence[str]) -> tuple[dict[str,
                 f"A method may have its own {', '.join(OWN_SETTINGS)}"
             )
         else:
-            names = [*fields, *OWN_SETTINGS]
-            raise BadRequest(f"{what}: {method} has no '{name}'{suggest(name, names)}: {', '.join(names)}")
+            choice = suggest_choice(name, [*fields, *OWN_SETTINGS])
+            raise BadRequest(f"{what}: {method} has no '{name}'{choice}")
     return args, settings
 
 
-def unknown_key(key: str, value: object, option: str = "") -> str:
+def unknown_key(key: str, value: object, give: str = "method = ", method: str = "") -> str:
     """Return the message for an unknown run-config key: the nearest key, or methods that have it.
 
     Parameters
     ----------
-    option : what stands before a key and its value where the user wrote them, `--set ` on the command line.
+    give, method : of :func:`hyperparameter_text`.
     """
     text = f"unknown key '{key}'"
     if key in FORMER:
         return f"{text}: it was removed; leave it out"
     meant = key_of(key)
     text += f", did you mean '{meant}'?" if meant is not None else suggest(key, KEYS)
-    if having := owners(key):
-        text += f"{' It' if text.endswith('?') else ': it'} is a hyperparameter of {', '.join(having)}"
-        text += f': give it as {option}method-args="{key.replace("-", "_")}={shown(value)}"'
+    if found := hyperparameter_text(key, value, give, method):
+        text += f"{' It' if text.endswith('?') else ': it'} is {found}"
     return text
 
 
@@ -193,10 +192,19 @@ def key_of(name: str) -> str | None:
     return key if key in KEYS else OTHER_NAMES.get(key)
 
 
-def owners(name: str) -> list[str]:
-    """Return the methods that have a hyperparameter of this name."""
+def hyperparameter_text(name: str, value: object, give: str, method: str = "") -> str:
+    """Say which methods have a hyperparameter of this name, and how it is given; empty where none has it.
+
+    Parameters
+    ----------
+    give : text before the method and its values, such as `--method `.   method : the chosen method, if known.
+    """
     field = name.replace("-", "_")
-    return [method.id for method in registry.discover().values() if field in method.hparams.model_fields]
+    owners = [m.id for m in registry.discover().values() if field in m.hparams.model_fields]
+    if not owners:
+        return ""
+    owner = method if method in owners else owners[0]
+    return f'a hyperparameter of {", ".join(owners)}: give it as {give}"{owner}({field}={shown(value)})"'
 
 
 def shown(value: object) -> str:
@@ -320,7 +328,7 @@ def parse_value(key: str, text: str) -> Any:
     BadRequest : the key is unknown, or the text is not of its type.
     """
     if key not in KEYS:
-        raise BadRequest(unknown_key(key, text, "--set "))
+        raise BadRequest(unknown_key(key, text))
     kind = f"{FIELDS[key].annotation}{FIELDS[key].metadata}".lower()
     if text == "auto" and "auto" in kind:
         return text

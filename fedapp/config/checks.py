@@ -14,7 +14,7 @@ from fedapp.data import flower
 from fedapp.data.columns import roles
 from fedapp.data.datasets import OWN, check_name
 from fedapp.data.partitions import NATURAL, PARTITION_KINDS
-from fedapp.errors import BadRequest, counted, suggest
+from fedapp.errors import BadRequest, counted, suggest_choice
 from fedapp.lazy import torch
 from fedapp.learning import evaluation
 from fedapp.learning.optimizers import parse_schedule, takes
@@ -25,6 +25,7 @@ from fedapp.settings import unless_auto
 from fedapp.settings.evaluation import ALWAYS, CONFUSION, PROTOCOLS, share_of, whole_numbers
 from fedapp.transport.client_manager import needed_replies
 
+OR_OWN = ", or name your own as package.module:function"
 _FEDERATION = re.compile(r"\A[a-z0-9-]{1,64}\Z")
 
 
@@ -88,7 +89,7 @@ def check(config: RunConfig) -> None:
     check_name(config.data.dataset)
     kind, kinds = config.data.partition, ("auto", *PARTITION_KINDS)
     known = kind in kinds or flower.is_named(kind)
-    refuse([(not known, f"unknown partition '{kind}'{suggest(kind, kinds)}: choose from {', '.join(kinds)}")])
+    refuse([(not known, f"unknown partition '{kind}'{suggest_choice(kind, kinds)}")])
 
 
 def _check_model(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
@@ -102,8 +103,7 @@ def _check_model(config: RunConfig, method: Method, hparams: BaseHParams) -> Non
             known = (*MODEL_NAMES, *own.installed())
             raise BadRequest(
                 plugins.problems("models", MODEL_NAMES).get(name)
-                or f"unknown model '{name}'{suggest(name, known)}: choose from {', '.join(known)}, or name your own as "
-                "package.module:function"
+                or f"unknown model '{name}'{suggest_choice(name, known, OR_OWN)}"
             )
     builds = any((settings.model_args, settings.head, settings.width, own.side(settings)))
     refuse([
@@ -256,10 +256,7 @@ def _check_metrics(config: RunConfig) -> None:
         module, _, function = name.partition(":")
         if not evaluation.is_own(name):
             if name not in known:
-                raise BadRequest(
-                    f"metrics: unknown '{name}'{suggest(name, known)}: choose from {', '.join(known)}, or name your "
-                    "own as package.module:function"
-                )
+                raise BadRequest(f"metrics: unknown '{name}'{suggest_choice(name, known, OR_OWN)}")
         elif not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
             raise BadRequest(f"metrics: '{name}' is not of the form package.module:function")
         elif function in taken:

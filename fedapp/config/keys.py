@@ -137,8 +137,8 @@ class RunConfig(BaseModel):
             return names.index(name)
         there = f"the data have {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
         raise BadRequest(
-            f"unseen = '{self.evaluation.unseen}': no client is called '{name}'{suggest(name, names)}: "
-            + (there if names else f"these clients have no names, so give ids: {_range(ids)}")
+            f"unseen = '{self.evaluation.unseen}': no client is called '{name}'"
+            + suggest(name, names, there if names else f"these clients have no names, so give ids: {_range(ids)}")
         )
 
     def resolved(self, simulation: bool) -> RunConfig:

@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from fedapp.data.moments import rounded_features
 from fedapp.data.names import composed, name_of
-from fedapp.errors import BadRequest, counted, suggest
+from fedapp.errors import BadRequest, counted, suggest, suggest_choice
 from fedapp.settings import DataSettings
 
 Array = npt.NDArray[Any]
@@ -113,8 +113,8 @@ def roles(text: str) -> dict[str, tuple[str, ...]]:
         names = tuple(composed(name.replace(",,", ",").strip()) for name in re.split("(?<!,),(?!,)", value))
         if role not in COLUMNS or not all(names):
             raise BadRequest(
-                f"columns: '{word}'{suggest(role, COLUMNS)} is not of the form x=a,b or y=NAME ({', '.join(COLUMNS)}); "
-                "a name with a space stands in quotation marks"
+                f"columns: '{word}' is not of the form x=a,b or y=NAME"
+                + suggest_choice(role, COLUMNS, "; a name with a space stands in quotation marks")
             )
         if role in found or (role != "x" and len(names) > 1):
             raise BadRequest(f"columns: {role} is given more than once; only x may have several columns: x=a,b")
@@ -139,7 +139,8 @@ def assigned(where: object, names: Sequence[str], wanted: Mapping[str, tuple[str
     missing = [n for listed in wanted.values() for n in listed if n not in names and n != "*"]
     shown = ", ".join(map(str, names[:40])) + (", ..." if len(names) > 40 else "")
     if missing:
-        lacking = ", ".join(f"'{n}'{suggest(n, names)}" for n in missing[:10])
+        meant = {n: suggest(n, names).removeprefix(", ") for n in missing[:10]}
+        lacking = ", ".join(f"'{n}' ({near})" if near else f"'{n}'" for n, near in meant.items())
         raise BadRequest(f"{where}: no column {lacking} ({len(missing)} in all); it has {shown}")
     found = {role: wanted[role][0] for role in COLUMNS[1:] if role in wanted}
     taken = {n for listed in wanted.values() for n in listed}
@@ -501,7 +502,7 @@ def _classes(
         for key, column in labels.items():
             foreign = [str(v) for v in np.unique(column) if str(v) not in place]
             if foreign:
-                raise BadRequest(f"{where}: {key} has '{foreign[0]}'{suggest(foreign[0], order)}, which no class is")
+                raise BadRequest(f"{where}: {key} has '{foreign[0]}', which no class is{suggest(foreign[0], order)}")
         numbered = {k: np.array([place[str(v)] for v in column], np.int64) for k, column in labels.items()}
         names = list(order)
     else:
@@ -532,9 +533,7 @@ def _parts(where: object, column: Array) -> Int64:
     text = column.astype(str)
     foreign = [str(v) for v in np.unique(text) if v not in PARTS]
     if foreign:
-        raise BadRequest(
-            f"{where}: split has '{foreign[0]}'{suggest(foreign[0], PARTS)}: choose from {', '.join(PARTS)}"
-        )
+        raise BadRequest(f"{where}: split has '{foreign[0]}'{suggest_choice(foreign[0], PARTS)}")
     return np.asarray(np.select([text == part for part in PARTS], range(len(PARTS))), np.int64)
 
 

@@ -50,7 +50,7 @@ from fedapp.data.columns import own as check_columns
 from fedapp.data.dataset import Dataset
 from fedapp.data.names import PART_OF, entries_of, files_of, is_there, readable, readable_at
 from fedapp.data.pictures import CIFAR10_CLASSES
-from fedapp.errors import BadRequest, raised, suggest
+from fedapp.errors import BadRequest, raised, suggest_choice
 from fedapp.settings import DataSettings
 
 UInt8 = npt.NDArray[np.uint8]
@@ -155,7 +155,7 @@ def check_name(name: str) -> None:
     if name in (problems := plugins.problems("datasets", DATASET_NAMES)):
         raise BadRequest(problems[name])
     known = (*DATASET_NAMES, *installed())
-    raise BadRequest(f"unknown dataset '{name}'{suggest(name, known)}: choose from {', '.join(known)}")
+    raise BadRequest(f"unknown dataset '{name}'{suggest_choice(name, known)}")
 
 
 _Source = tuple[Mapping[str, Any], Callable[[Store], Built]]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedapp.errors import BadRequest, named_values, plain_value, suggest
+from fedapp.errors import BadRequest, named_values, plain_value, suggest, suggest_choice
 
 Int64 = npt.NDArray[np.int64]
 
@@ -43,8 +43,10 @@ def _class(partition: str) -> type[Any]:
     known = sorted({*partitioner.__all__} - {"Partitioner", *REFUSED})
     name = partition.removeprefix(PREFIX)
     if name not in known:
-        why = f" cannot be used: {REFUSED[name]}" if name in REFUSED else f" is unknown{suggest(name, known)}"
-        raise BadRequest(f"partition = '{partition}'{why}: choose {PREFIX} and one of {', '.join(known)}")
+        choice = f"choose {PREFIX} and one of {', '.join(known)}"
+        if name in REFUSED:
+            raise BadRequest(f"partition = '{partition}' cannot be used: {REFUSED[name]}; {choice}")
+        raise BadRequest(f"partition = '{partition}' is unknown{suggest(name, known, choice)}")
     found: type[Any] = getattr(partitioner, name)
     return found
 
@@ -66,7 +68,7 @@ def arguments(partition: str, text: str) -> Mapping[str, Any]:
             why = f"{argument} is not set here: {_ELSEWHERE[argument]}" if argument in known else (
                 f"{name} has no argument '{argument}'{suggest(argument, settable)}"
             )  # fmt: skip
-            raise BadRequest(f"partition-args: {why}. {listing}")
+            raise BadRequest(f"partition-args: {why}{'' if why.endswith('?') else '.'} {listing}")
         value = plain_value(written)
         found[argument] = list(value) if isinstance(value, tuple) else value
         if argument == "partition_sizes" and not isinstance(value, tuple):
@@ -123,8 +125,7 @@ def partition(
     known = inspect.signature(cls).parameters
     by = given.get("partition_by", "label")
     if by not in columns:
-        raise BadRequest(f"{partition}: no column '{by}' to partition by{suggest(str(by), columns)}: "
-                         f"there are {', '.join(columns)}")  # fmt: skip
+        raise BadRequest(f"{partition}: no column '{by}' to partition by{suggest_choice(str(by), columns)}")
     # Some partitioners do not shuffle rows before they cut, so the permutation makes the cut depend on the seed.
     # Shards need a sorted column: equal values stay in permuted order.
     rows = rng.permutation(len(columns[by]))

@@ -18,7 +18,7 @@ from fedapp.data import pictures, tables
 from fedapp.data.cache import FULL, file_identity
 from fedapp.data.columns import PARTS, Array, Own, assigned, entries, own, roles
 from fedapp.data.names import is_there
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, suggest_choice
 from fedapp.lazy import pd
 from fedapp.settings import DataSettings
 
@@ -69,9 +69,7 @@ def read(place: str, settings: DataSettings, node: bool = False) -> Own:
         splits = found if isinstance(found, dict) else {"": found}
         foreign = sorted(set(splits) - {"", *PARTS})
         if foreign:
-            raise BadRequest(
-                f"{place} has a split '{foreign[0]}'{suggest(foreign[0], PARTS)}: choose from {', '.join(PARTS)}"
-            )
+            raise BadRequest(f"{place} has a split '{foreign[0]}'{suggest_choice(foreign[0], PARTS)}")
         names = [part for part in ("", *PARTS) if part in splits]
         for part in names[1:]:
             _check_alike(place, names[0], splits[names[0]].features, part, splits[part].features)

@@ -24,7 +24,7 @@ from fedapp.data.columns import PARTS
 from fedapp.data.dataset import Dataset
 from fedapp.data.names import is_there
 from fedapp.data.partitions import TEST_FRACTION, ClientSplit, Partition, cut, of_clients
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, suggest_choice
 
 SPLITS = ("given", "holdout", "merged")
 
@@ -51,8 +51,7 @@ def by_client(
             "that says whose it is, or choose a drawn partition such as dirichlet"
         )
     if split not in SPLITS:
-        known = ", ".join(SPLITS)
-        raise BadRequest(f"split = '{split}' does not go with by-client{suggest(split, SPLITS)}: use {known}")
+        raise BadRequest(f"split = '{split}' does not go with by-client{suggest_choice(split, SPLITS)}")
     if split == "given" and not dataset.num_test:
         raise BadRequest(f"split = 'given': {dataset.name} has no test rows: add a column split, or use holdout")
     pool = np.arange(dataset.num_train + (0 if split == "holdout" else dataset.num_test))

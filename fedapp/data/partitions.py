@@ -56,7 +56,7 @@ import numpy.typing as npt
 from fedapp.data import flower, label_skew
 from fedapp.data.dataset import Dataset
 from fedapp.data.label_skew import Request, round_to_total
-from fedapp.errors import BadRequest, counted, suggest
+from fedapp.errors import BadRequest, counted, suggest_choice
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
@@ -310,7 +310,7 @@ def _check(dataset: Dataset, split: str, seed: int, request: Request) -> None:
     kind, clients, per_client, least = request.kind, request.clients, request.classes_per_client, request.min_samples
     for what, value, known in (("partition", kind, PARTITION_KINDS), ("split", split, SPLITS)):
         if value not in known and not flower.is_named(value):
-            raise BadRequest(f"unknown {what} '{value}'{suggest(value, known)}: choose from {', '.join(known)}")
+            raise BadRequest(f"unknown {what} '{value}'{suggest_choice(value, known)}")
     if split == "official" and dataset.num_test == 0:
         raise BadRequest(f"{dataset.name} has no official test images: choose split 'holdout' (75/25 per client)")
     if seed < 0:

@@ -38,7 +38,7 @@ from fedapp.data.columns import (
 )
 from fedapp.data.moments import rounded
 from fedapp.data.names import composed, name_of, readable
-from fedapp.errors import BadRequest, counted, is_number, suggest
+from fedapp.errors import BadRequest, counted, is_number, suggest_choice
 from fedapp.lazy import pd
 from fedapp.settings import DataSettings
 
@@ -373,8 +373,8 @@ def from_frame(
     if "split" in columns:
         training = columns["split"] == "train"
         if not training.any():
-            near = suggest(str(columns["split"][0]), PARTS)
-            features.faults.append(f"'{found['split']}' has no row 'train'{near}: choose from {', '.join(PARTS)}")
+            choice = suggest_choice(str(columns["split"][0]), PARTS)
+            features.faults.append(f"'{found['split']}' has no row 'train'{choice}")
     listed = wanted.get("x", ())
     every = [name for name in map(str, frame.columns) if name not in found.values()]
     named = listed and "*" not in listed

@@ -39,7 +39,7 @@ from fedapp.engines import pool, runner
 from fedapp.engines import superlink as launch
 from fedapp.engines.progress import Display
 from fedapp.engines.resources import usable_cores
-from fedapp.errors import BadRequest, counted, named_values, suggest
+from fedapp.errors import BadRequest, counted, named_values, suggest_choice
 from fedapp.experiments import grid, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.models import head_width, is_own
@@ -143,10 +143,7 @@ def parse_partition(text: str) -> dict[str, Any]:
         return {"partition": text.strip()}
     kind, sep, number = text.strip().partition(":")
     if kind not in PARTITION_PARAMETER:
-        raise BadRequest(
-            f"unknown partition '{kind}'{suggest(kind, PARTITION_PARAMETER)}: "
-            f"choose from {', '.join(PARTITION_PARAMETER)}"
-        )
+        raise BadRequest(f"unknown partition '{kind}'{suggest_choice(kind, PARTITION_PARAMETER)}")
     key = PARTITION_PARAMETER[kind]
     if not sep:
         return {"partition": kind}
@@ -167,7 +164,7 @@ def settings_of(
     settings: dict[str, dict[str, Any]] = {}
     axes = grid.parse(sweep, "--sweep")
     if others := [name for name in axes if name not in SWEPT]:
-        raise BadRequest(f"--sweep: '{others[0]}'{suggest(others[0], SWEPT)} is not one of {', '.join(SWEPT)}")
+        raise BadRequest(f"--sweep: no common key '{others[0]}'{suggest_choice(others[0], SWEPT)}")
     for dataset in datasets or [str(values.get("dataset", configuration.DEFAULTS["dataset"]))]:
         for text in partitions or [""]:
             chosen = {"dataset": dataset, **(parse_partition(text) if text else {})}

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedapp.errors import BadRequest, counted, named_values, plain_value, suggest
+from fedapp.errors import BadRequest, counted, named_values, plain_value, suggest, suggest_choice
 from fedapp.lazy import nn, torch
 
 if TYPE_CHECKING:
@@ -92,10 +92,9 @@ def check_optimizer(name: str) -> None:
     if name in optimizers():
         return
     why = REFUSED_OPTIMIZERS.get(name.lower())
-    what = f"optimizer = '{name}' cannot be used: {why}" if why else f"unknown optimizer '{name}'"
-    raise BadRequest(
-        f"{what}{'' if why else suggest(name.lower(), optimizers())}: choose from {', '.join(optimizers())}"
-    )
+    if why:
+        raise BadRequest(f"optimizer = '{name}' cannot be used: {why}; choose from {', '.join(optimizers())}")
+    raise BadRequest(f"unknown optimizer '{name}'{suggest_choice(name, optimizers())}")
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
@@ -146,8 +145,9 @@ def parse_schedule(key: str, text: str) -> tuple[type[LRScheduler], dict[str, An
     name, _, rest = text.strip().partition(" ")
     if name not in schedulers():
         why = REFUSED_SCHEDULERS.get(name)
-        what = f"{key}: '{name}' cannot be used: {why}" if why else f"{key}: no scheduler '{name}'"
-        raise BadRequest(f"{what}{'' if why else suggest(name, schedulers())}: choose from {', '.join(schedulers())}")
+        if why:
+            raise BadRequest(f"{key}: '{name}' cannot be used: {why}; choose from {', '.join(schedulers())}")
+        raise BadRequest(f"{key}: no scheduler '{name}'{suggest_choice(name, schedulers())}")
     cls: type[LRScheduler] = getattr(torch.optim.lr_scheduler, name)
     return cls, _arguments(key, name, cls, rest)
 

@@ -89,7 +89,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from fedapp.errors import BadRequest, described, suggest
+from fedapp.errors import BadRequest, described, suggest_choice
 from fedapp.lazy import nn, torch
 from fedapp.models import own, weights
 from fedapp.models.own import PLAIN
@@ -530,8 +530,7 @@ def default_small(shape: Shape) -> str:
 def _entry(name: str) -> ZooEntry:
     if name in _ZOO:
         return _ZOO[name]
-    hint = suggest(name.strip().lower().replace("_", "-"), MODEL_NAMES)
-    raise BadRequest(f"unknown model '{name}'{hint}: choose from {', '.join(MODEL_NAMES)}")
+    raise BadRequest(f"unknown model '{name}'{suggest_choice(name.strip(), MODEL_NAMES)}")
 
 
 def head_width(name: str, num_classes: int = 0, shape: Shape = (), settings: ModelSettings = PLAIN) -> int:

@@ -107,7 +107,8 @@ def _number(run: RunResult, config: RunConfig, client: int | str) -> int:
         if not names:
             raise BadRequest(f"the clients of {run.out} have no names: give a number, as in final.csv")
         if client not in names:
-            raise BadRequest(f"no client '{client}'{suggest(client, names)}: choose from {', '.join(names[:40])}")
+            choice = f"choose from {', '.join(names[:40])}"
+            raise BadRequest(f"no client '{client}'{suggest(client, names, choice)}")
         return names.index(client)
     count = int(run.summary.get("clients") or config.data.clients or len(run.counts))
     if isinstance(client, bool) or client < 0 or (count and client >= count):

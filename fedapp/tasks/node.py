@@ -32,7 +32,7 @@ from fedapp.data.columns import PLAIN
 from fedapp.data.moments import Samples
 from fedapp.data.names import composed, is_there
 from fedapp.data.transforms import InputSpec
-from fedapp.errors import BadRequest, counted, plain, suggest
+from fedapp.errors import BadRequest, counted, plain, suggest, suggest_choice
 from fedapp.files import check_folder
 from fedapp.lazy import torch
 from fedapp.learning.task import Task
@@ -56,8 +56,7 @@ def _methods(text: object) -> tuple[str, ...]:
     known, methods = registry.names(), tuple(m.strip() for m in text.split(",") if m.strip())
     if unknown := [m for m in methods if m not in known]:
         raise BadRequest(
-            f"node-config: allow-methods names no method '{unknown[0]}'{suggest(unknown[0], known)}: choose from "
-            f"{', '.join(known)}"
+            f"node-config: allow-methods names no method '{unknown[0]}'{suggest_choice(unknown[0], known)}"
         )
     return methods
 
@@ -168,8 +167,7 @@ class Node(BaseModel):
         fields = cls.keys()
         for key in config:
             if key not in fields:
-                known = ", ".join(fields)
-                raise BadRequest(f"node-config: unknown key '{key}'{suggest(key, [*fields])}; known: {known}")
+                raise BadRequest(f"node-config: unknown key '{key}'{suggest_choice(key, fields)}")
         if "data-path" in config:
             if "client-id" not in config:
                 raise BadRequest("node-config: data-path needs client-id, a number that no other node has")
@@ -202,10 +200,7 @@ class Node(BaseModel):
         if is_own(node.model):
             check_form(node.model, own.PLAIN)
         elif node.model and node.model not in MODEL_NAMES:
-            raise BadRequest(
-                f"node-config: unknown model '{node.model}'{suggest(node.model, MODEL_NAMES)}: choose from "
-                f"{', '.join(MODEL_NAMES)}"
-            )
+            raise BadRequest(f"node-config: unknown model '{node.model}'{suggest_choice(node.model, MODEL_NAMES)}")
         return node
 
     @property
@@ -400,8 +395,8 @@ def _read(place: Path, classes: tuple[str, ...] | None, settings: DataSettings) 
             raise BadRequest(
                 f"data-path {place}: class '{foreign[0]}' is not among the federation's "
                 f"{counted(len(classes), 'class')} "
-                f"({', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}){suggest(foreign[0], classes)}: "
-                "rename it here, or add it to the run's class-names"
+                f"({', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''})"
+                + suggest(foreign[0], classes, "rename it here, or add it to the run's class-names")
             )
         table = np.array([classes.index(name) for name in data.classes])
     if data.num_test:

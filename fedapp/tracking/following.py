@@ -20,7 +20,7 @@ from typing import Any
 
 from fedapp import __version__, plugins
 from fedapp.config import RunConfig
-from fedapp.errors import BadRequest, raised, suggest
+from fedapp.errors import BadRequest, raised, suggest_choice
 from fedapp.results.directory import MOST_CURVES, TRACKED, only_writer, write_json
 from fedapp.results.runs import RunResult, read_json, read_table
 from fedapp.tracking.base import Tracked, Tracker, Value
@@ -75,7 +75,7 @@ def _class(name: str) -> type[Tracker]:
     added = plugins.entries("trackers", OWN)
     if name not in added:
         known = (*OWN, *added)
-        raise BadRequest(f"track: unknown tracker '{name}'{suggest(name, known)}: choose from {', '.join(known)}")
+        raise BadRequest(f"track: unknown tracker '{name}'{suggest_choice(name, known)}")
     found = added[name].load()
     return found
 
