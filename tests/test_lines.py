@@ -13,6 +13,7 @@ from fedapp import cli
 from fedapp.engines import local, progress, runner, superlink
 from fedapp.engines.superlink import LaunchError, Outcome
 from fedapp.errors import raised
+from fedapp.results import terminal
 from fedapp.results.directory import only_writer, write_json
 from fedapp.results.lines import Spoken, failed, line, resumed, scores
 from fedapp.results.runs import read_json
@@ -41,9 +42,8 @@ def test_a_round_says_its_scores_and_who_was_missing() -> None:
         "trained_accuracy": float("nan"),
         "train_loss": 0.25,
     }
-    assert scores(row, 2) == "received 50.0 %, loss 0.250"
-    assert scores(row, 3) == "received 50.0 %, loss 0.250 (2 clients)"
-    assert scores({**row, "train_loss": float("nan")}, 2) == "received 50.0 %", "no client trained"
+    assert scores(row, 2) == "received 50.0 %", "losses of methods are not comparable"
+    assert scores(row, 3) == "received 50.0 % (2 clients)"
 
 
 def test_the_summary_has_the_bytes_of_queries(tiny: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,5 +184,30 @@ def test_a_line_of_progress_cuts_no_number(width: int) -> None:
         scored = {f"{protocol}_accuracy": 0.955 for protocol in ("received", "trained", "global")}
         follower({"kind": "round", "round": 20, "rounds": 20, "clients": 10, "train_loss": 1.815, **scored})
     last = shown.getvalue()
-    assert "0:00:00" in last and "1.815" in last and "\u2026" not in last
+    assert "0:00:00" in last and "received 95.5 %" in last and "1.815" not in last and "\u2026" not in last
     assert ("\u2501" in last) == (width >= progress.WITH_BAR)
+
+
+class Terminal(io.StringIO):
+    """A stream that a person reads."""
+
+    def isatty(self) -> bool:
+        """Return that a person reads."""
+        return True
+
+
+def test_a_work_that_takes_seconds_is_named_until_the_next_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, quiet in ((Terminal(), False), (io.StringIO(), False), (Terminal(), True)):
+        monkeypatch.setattr("sys.stderr", stream)
+        with terminal.quiet(quiet):
+            terminal.announce("reading data")
+            assert len(terminal._waiting) == (stream.isatty() and not quiet)
+            terminal.echo("read", err=True)
+        shown = stream.getvalue()
+        assert not terminal._waiting
+        if quiet:
+            assert shown == ""
+        elif stream.isatty():
+            assert "reading data 0 s" in shown and shown.endswith("read\n") and "\x1b[?25h" in shown
+        else:
+            assert shown == "reading data\nread\n"

@@ -115,9 +115,6 @@ def run(
 
     Exit codes: 0 every round had enough good replies; 1 the run failed; 2 bad request; 130 interrupted.
     """
-    from fedapp.engines import local as engines
-    from fedapp.engines import runner
-
     if engine != "deploy" and clients is not None and clients < 1:
         raise BadRequest(f"--clients {clients}: a simulation has at least 1 client")
     if engine != "deploy" and superlink is not None:
@@ -130,6 +127,14 @@ def run(
     if resume is not None and scale is not None:
         raise BadRequest("--resume takes all settings but --rounds from the run: leave out --scale")
     values = collect(options, sets, recipe.settings if recipe else None, scale)
+    if resume is None and "method" not in values:
+        from fedapp import config
+
+        echo(f"no method given: {config.DEFAULTS['method']}", err=True)
+    terminal.announce("reading settings and data")
+    from fedapp.engines import local as engines
+    from fedapp.engines import runner
+
     if resume is not None:
         elsewhere = out is not None and out.absolute() != resume.absolute()
         values = engines.resumed(resume, values, *(["the file"] if file else []), *(["out"] if elsewhere else []))
@@ -262,7 +267,7 @@ def compare(
     if methods is None:
         methods = (recipe.methods if recipe else "") or (f"local,{values['method']}" if "method" in values else "")
     with terminal.quiet(quiet):
-        echo("reading settings and data; training begins in some seconds", err=True)
+        terminal.announce("reading settings and data")
         from fedapp.experiments import compare as comparing  # slow to load: what is refused above is refused at once
 
         code = comparing.run(

@@ -9,7 +9,7 @@ from typing import Any, Self
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.table import Column
 
-from fedapp.results.terminal import Screen
+from fedapp.results.terminal import Screen, end_announcement
 
 WITH_BAR = 100
 """Columns of a terminal from which on a line of progress has a bar."""
@@ -36,12 +36,19 @@ class Display:
             bar = [BarColumn()] if self.console.width >= WITH_BAR else []  # in a narrow terminal the numbers matter
             text = TextColumn("{task.fields[text]}", table_column=Column())  # its words go on below
             self.bar = Progress(TextColumn("{task.description}"), *bar, *self.columns, text, console=self.console)
-            self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if isinstance(self.bar, Progress):
             self.bar.stop()
+
+    def count(self, description: str, total: int, completed: int = 0) -> None:
+        """Begin to count, where there is a bar."""
+        if self.bar is not None:
+            end_announcement()
+            if isinstance(self.bar, Progress):
+                self.bar.start()
+            self.task = self.bar.add_task(description, total=total, completed=completed, text="")
 
     def line(self, text: str, must: bool = False) -> None:
         """Print a line above the bar; `must` is that of :func:`fedapp.results.terminal.echo`."""

@@ -28,7 +28,7 @@ from fedapp.results import lines
 from fedapp.results.directory import only_writer
 from fedapp.results.runs import UNADJUSTED, RunResult, read_json
 from fedapp.results.statistics import percent, privacy
-from fedapp.results.terminal import Screen, echo
+from fedapp.results.terminal import Screen, announce, echo
 from fedapp.tasks import simulated as tasks
 from fedapp.tracking import following
 from fedapp.transport import selection
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fedapp.engines.superlink import Session
 
 
-STARTING = "starting Flower's SuperLink, then Ray with its workers; training begins in some seconds"
+STARTING = "starting Flower's SuperLink, then Ray with its workers"
 
 
 class Follower(Display):
@@ -58,9 +58,7 @@ class Follower(Display):
             self.done_before = int(event["done"])
             self.clients = int(event["clients"])
             self.started = time.monotonic()
-            if self.bar is not None:
-                text = self.label or str(event["method"])
-                self.task = self.bar.add_task(text, total=event["rounds"], completed=event["done"], text="")
+            self.count(self.label or str(event["method"]), event["rounds"], event["done"])
         elif kind == "round":
             self._round(event)
         said = lines.line(event)
@@ -130,6 +128,7 @@ def run_and_report(
     config = _examined(config, values, out, engine)
     folder = Path(config.storage.out)
     if engine == "local":
+        announce("building models")
         with Follower() as follower:
             code = local(config, follower)
     else:
@@ -137,12 +136,12 @@ def run_and_report(
 
         chosen = proposed([config], client_cpus, client_gpus)
         echo(chosen.text, err=True)
-        with Follower() as follower:
-            follower.line(STARTING)
-            with Session(log=folder / "superlink.log") as session:
-                code = run_in(session, config, chosen, follower)
+        announce(STARTING)
+        with Follower() as follower, Session(log=folder / "superlink.log") as session:
+            code = run_in(session, config, chosen, follower)
     if code == 0:
         print_summary(RunResult(folder).summary)
+        echo(f"fedapp report {shlex.quote(str(folder))} makes a page of it")
     echo(f"results: {folder}", err=code != 0)
     if code and any((folder / "checkpoint").glob("*")) and not (folder / "error.json").exists():
         echo(f"its complete rounds are kept: fedapp run --resume {shlex.quote(str(folder))} goes on", err=True)
@@ -184,6 +183,7 @@ def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float 
     if cpus is not None or gpus is not None or resources.cluster_address():
         return resources.choose_resources(clients, cpus, gpus)
     cores = min(max(config.training.threads for config in configs), resources.usable_cores())
+    announce("measuring one client")
     try:
         needs = measure.client_needs(configs)
     except BadRequest:
@@ -244,10 +244,11 @@ def _many(headline: Mapping[str, Any]) -> str:
 
 def print_summary(summary: Mapping[str, Any]) -> None:
     """Print a run's final table."""
-    table = Table(
-        title=f"{summary['method']} on {summary['dataset']}, {counted(summary['clients'], 'client')}, "
+    Screen(highlight=False).print(
+        f"{summary['method']} on {summary['dataset']}, {counted(summary['clients'], 'client')}, "
         f"{counted(summary['rounds'], 'round')}"
     )
+    table = Table()
     columns = {"all clients %": "last", "std over clients": "last_std", "balanced %": "balanced"}
     for name, key in (("validation %", "validation"), ("last round's clients %", "participants")):
         if any(scores.get(key) is not None for scores in summary["accuracy"].values()):

@@ -45,7 +45,7 @@ from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.models import head_width, is_own
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer, removed_if_empty
 from fedapp.results.runs import RunResult
-from fedapp.results.terminal import echo
+from fedapp.results.terminal import announce, echo
 from fedapp.tasks import identity
 from fedapp.tasks import simulated as tasks
 
@@ -364,10 +364,9 @@ class RunsProgress(Display):
 
     def __enter__(self) -> Self:
         super().__enter__()
+        self.count("runs", max(1, self.total))
         if self.bar is None:
             self.line(self.text(self.done()))
-        else:
-            self.task = self.bar.add_task("runs", total=max(1, self.total), text="")
         self.watch.start()
         return self
 
@@ -445,7 +444,7 @@ def run_on_ray(todo: Mapping[str, RunConfig], log: Path) -> dict[str, str]:
     failed = {}
     resources = runner.proposed(list(todo.values()))
     echo(resources.text, err=True)
-    echo(runner.STARTING, err=True)
+    announce(runner.STARTING)
     with launch.Session(log=log, ray_cpus=resources.total_cpus) as session:
         for number, (name, config) in enumerate(todo.items(), 1):
             with runner.Follower(f"{name} ({number}/{len(todo)})") as follower:

@@ -63,9 +63,6 @@ def scores(event: Mapping[str, Any], clients: int) -> str:
     """
     found = {protocol: event.get(f"{protocol}_accuracy") for protocol in PROTOCOLS}
     parts = [f"{name} {percent(score)} %" for name, score in found.items() if score is not None and score == score]
-    loss = event.get("train_loss")
-    if loss is not None and loss == loss:  # NaN where no client trained: one whose loss is NaN does not send it
-        parts.append(f"loss {loss:.3f}")
     text = ", ".join(parts)
     return f"{text} ({counted(event['clients'], 'client')})" if event["clients"] < clients else text
 

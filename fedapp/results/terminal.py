@@ -6,6 +6,7 @@ rich's markup: its links, its colours, or an error.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -23,6 +24,32 @@ from rich.text import Text
 from fedapp.errors import plain
 
 _silent = False
+_waiting: list[Any] = []
+"""The spinner that a terminal shows now, if any."""
+
+
+def announce(work: str) -> None:
+    """Name a work that takes seconds: in a line, on a terminal with the seconds so far until the next text."""
+    end_announcement()
+    if _silent or not sys.stderr.isatty():
+        echo(work, err=True)
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.elapsed:.0f} s")
+    spinner = Progress(*columns, console=Screen(stderr=True), transient=True)
+    spinner.add_task(work, total=None)
+    spinner.start()
+    _waiting.append(spinner)
+
+
+def end_announcement() -> None:
+    """Remove the spinner from the terminal."""
+    while _waiting:
+        _waiting.pop().stop()
+
+
+atexit.register(end_announcement)  # else the cursor stays hidden
 
 
 @contextlib.contextmanager
@@ -47,6 +74,7 @@ def echo(text: object, err: bool = False, nl: bool = True, must: bool = False) -
     """
     if _silent and not must:
         return
+    end_announcement()
     shown = plain(text, whole=True)
     if err and sys.stderr.isatty():
         shown = "\n".join(_broken(line, shutil.get_terminal_size().columns) for line in shown.split("\n"))
@@ -88,6 +116,7 @@ class Screen(Console):
 
     def print_line(self, text: str, must: bool = False) -> None:
         """Print a line: broken between words on a terminal, elsewhere whole. `must` is that of :func:`echo`."""
+        end_announcement()
         if must and self.quiet:
             echo(text, err=self.stderr, must=True)
         else:
