@@ -46,7 +46,7 @@ def test_two_rounds_and_only_the_declared_set_leaves(
             assert not reply.arrays
     # What a new method still lacks in the pages comes last.
     renew = f"run python -m tests.costs {method}, then python -m tests.readme"
-    assert method in notes(), f"{NOTES} has no part [{method}]: add it, then {renew}"
+    assert method in notes(), f"{NOTES} has no row of {method}: add it, then {renew}"
     assert notes()[method]["costs"] == costs(result, seen), f"{NOTES} has other costs of {method}: {renew}"
 
 
