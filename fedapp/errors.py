@@ -7,11 +7,12 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
-H = TypeVar("H", bound=BaseModel)
+H = TypeVar("H", bound="BaseModel")
 
 
 class BadRequest(ValueError):
@@ -149,6 +150,8 @@ def hyperparameters(owner: str, kind: type[H], values: Mapping[str, str], prefix
     ------
     BadRequest : unknown name, wrong type or value out of range; the message lists the fields.
     """
+    from pydantic import ValidationError
+
     fields, takes = kind.model_fields, fields_text(owner, kind, prefix)
     for name in values:
         if name not in fields:

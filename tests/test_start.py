@@ -56,6 +56,11 @@ def test_a_command_that_trains_nothing_loads_no_pytorch(arguments: tuple[str, ..
     assert slow == ""
 
 
+def test_help_loads_no_tables() -> None:
+    code, shown, _ = loaded("import fedapp.cli; print({'pydantic', 'tomllib', 'rich.progress'} & {*sys.modules})")
+    assert code == 0 and "set()" in shown, shown
+
+
 def test_the_stand_ins_give_way_to_pytorch_at_the_first_use() -> None:
     code, shown, _ = loaded(
         "import clients.fedgh as m, fedapp.lazy as lazy\n"

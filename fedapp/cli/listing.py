@@ -6,9 +6,7 @@ import functools
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Mapping
-from importlib.metadata import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,11 +31,15 @@ COLUMNS = (
 @functools.cache
 def notes() -> dict[str, dict[str, Any]]:
     """Return counted costs and the authors' settings of each method that is part of the package."""
+    import tomllib
+
     return tomllib.loads(NOTES.read_text(encoding="utf-8"))
 
 
 def facts(method: Method) -> dict[str, Any]:
     """Return what is known of a method without a run: its declaration, its counted costs, its authors' settings."""
+    from importlib.metadata import metadata
+
     known = notes().get(method.id, {})
     module = sys.modules.get(f"strategies.{method.id}") or sys.modules[method.strategy.__module__]
     costs = dict(zip(("kb_up", "kb_down", "kb_once", "passes"), known.get("costs", ()), strict=False))
