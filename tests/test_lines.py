@@ -111,7 +111,7 @@ def test_a_resume_of_a_run_that_is_active_is_refused_before_ray_starts(
     with only_writer(out), pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2
-    assert capsys.readouterr().err == (
+    assert capsys.readouterr().err.partition("reading settings and data\n")[2] == (
         f"fedapp: another server process still writes to {out}: wait until it has ended, or end it\n"
     )
 

@@ -190,7 +190,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rounds": np.arange(900)}, r"num-server-rounds = array\(\[ *0, .{0,80}\.\.\.: must be a whole number"),
     ({"seed": "x"}, "seed = 'x': must be a whole number"),
     ({"model": {"a": 1}}, "model = {'a': 1}: must be text"),
-    ({"mu": 0.1}, 'it is a hyperparameter of fedprox, .*method-args="mu=0.1"'),
+    ({"mu": 0.1}, 'it is a hyperparameter of fedprox, .*method = "fedprox.mu=0.1."'),
     ({"rounds": -1}, "must be at least 1"),
     ({"clients": -1}, "must be at least 0"),
 ]

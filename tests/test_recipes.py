@@ -15,13 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 from fedapp import cli, registry
+from fedapp.cli import listing
 from fedapp.data import datasets
 from fedapp.data.dataset import Dataset
 from fedapp.engines import local as engine
 from fedapp.engines.control import stage
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, named_values
 from fedapp.experiments import compare, recipes, shipped
-from fedapp.experiments.jobs import pairs
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.public import public_source
 
@@ -118,7 +118,7 @@ def test_a_recipe_is_valid_for_run_and_for_all_rows_of_its_table(name: str) -> N
     assert [v.label for v in variants] == [re.sub(r"\s+", " ", e) for e in recipe.rows], "rows are written as labels"
     assert all(recipe.rows.values()), "every row says what the paper calls it"
     for variant in variants:
-        args = {**pairs(values.get("method-args", "")), **dict(variant.args)}
+        args = {**named_values("method-args", values.get("method-args", ""), ""), **dict(variant.args)}
         own = {**values, **dict(variant.settings), "method": variant.method}
         own["method-args"] = " ".join(
             f"{k}={v}" for k, v in (args if variant.method == values["method"] else dict(variant.args)).items()
@@ -382,7 +382,7 @@ def test_a_recipe_that_is_printed_and_saved_is_the_same_recipe(tmp_path: Path) -
 def test_recipes_are_listed_one_a_line() -> None:
     result = CliRunner().invoke(cli.app, ["recipes"])
     lines = [line.split("\t") for line in result.stdout.splitlines()]
-    assert [n for n, _ in lines] == list(recipes.shipped())
+    assert [n for n, _ in lines] == sorted(recipes.shipped(), key=listing._numbered)
 
 
 # ---- packaging -------------------------------------------------------------------------------------------------------

@@ -74,7 +74,9 @@ def test_the_commands_say_so(
     assert code == 0 and [line.split("\t")[0] for line in out.splitlines()] == registry.ORDER
     assert sorted(err.splitlines()) == sorted(told)
     code, out, err = go("run", "--method", "fedavg", "--dry-run", "--engine", "local")
-    assert code == 0 and "method = 'fedavg'" in out and err == "", "other methods are not looked at"
+    assert code == 0 and "method = 'fedavg'" in out and err == "reading settings and data\n", (
+        "other methods are not looked at"
+    )
     for words in (["run", "--method", "torn", "--engine", "local"], ["compare", "--methods", "local,torn"]):
         code, _, err = go(*words, "--out", str(tmp_path / "out"))
         assert code == 2 and err.splitlines()[-1] == f"fedapp: no method 'torn': {SAYS['torn']}"

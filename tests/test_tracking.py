@@ -357,7 +357,7 @@ def test_what_is_missing_is_said_before_anything_is_trained(
         with pytest.raises(SystemExit) as ended:
             cli.main()
         text = capsys.readouterr().err
-        assert ended.value.code == 2 and text.count("\n") == 1 and f"pip install 'fedapp[{name}]'" in text
+        assert ended.value.code == 2 and text.count("\nfedapp: ") == 1 and f"pip install 'fedapp[{name}]'" in text
         assert not out.exists()
     with pytest.raises(BadRequest, match="did you mean 'mlflow'"):
         following.check("mlflw")
