@@ -150,9 +150,9 @@ def test_methods_are_chosen_by_what_they_declare() -> None:
 def test_the_facts_of_a_method_are_its_declarations(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = " ".join(on_terminal(monkeypatch, "methods", "fedgh").split())
     for part in (
-        "class means up, the header down; 2.3 kB up, 2.6 kB down a round (digits, digits-a)",
-        "revealed by the payload, from min_class_count rows on", "architectures may differ", "global model no",
-        "docs/methods/fedgh.md", "authors' settings 0.01, 1, 50; clients SGD", '--method "fedgh(header_lr=0.01)"',
+        "payload class means up, the header down kb up 2.3 kb down 2.6", "counted on digits with the model digits-a",
+        "class info yes class threshold min_class_count", "different architectures yes", "global model no",
+        "docs/methods/fedgh.md", "authors settings 0.01, 1, 50; clients SGD", '--method "fedgh(header_lr=0.01)"',
         "header_epochs whole number, at least 1; default 1 passes over the LARs",
     ):  # fmt: skip
         assert part in shown, part

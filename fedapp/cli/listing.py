@@ -42,7 +42,7 @@ def facts(method: Method) -> dict[str, Any]:
 
     known = notes().get(method.id, {})
     module = sys.modules.get(f"strategies.{method.id}") or sys.modules[method.strategy.__module__]
-    costs = dict(zip(("kb_up", "kb_down", "kb_once", "passes"), known.get("costs", ()), strict=False))
+    costs = dict(zip(("kb_up", "kb_down", "kb_at_end", "passes_over_rows"), known.get("costs", ()), strict=False))
     pages = [url for url in metadata("fedapp").get_all("Project-URL") or [] if url.startswith("Documentation, ")]
     return {
         "id": method.id,
@@ -57,8 +57,9 @@ def facts(method: Method) -> dict[str, Any]:
         "headline": method.deploy_as,
         "payload": method.travels,
         **costs,
+        "counted_on": "digits with the model digits-a" if costs else "",
         "authors_settings": known.get("authors", ""),
-        "our_settings": known.get("ours", ""),
+        "our_settings": known.get("ours", "").replace("`", ""),
         "reason": known.get("why", ""),
         "page": f"{pages[0].partition(', ')[2] if pages else 'docs'}/methods/{method.id}.md",
         "hyperparameters": {
@@ -100,22 +101,16 @@ def methods(
     if as_json:
         echo(json.dumps(chosen, indent=2, ensure_ascii=False))
         return
-    words = ("no", "yes")
-    show(
-        "",
-        ("id", "method", "architectures", "global", "classes", "kB up"),
-        [
-            (m["id"], m["title"], ("one", "any")[m["different_architectures"]], words[m["global_model"]],
-             words[m["class_info"]], str(m.get("kb_up", "")))
-            for m in chosen
-        ],
-        [
-            (m["id"], m["title"], words[m["different_architectures"]], m["payload"], m["paper"],
-             words[m["global_model"]], words[m["class_info"]], str(m.get("kb_up", "")))
-            for m in chosen
-        ],
-        COLUMNS,
-    )  # fmt: skip
+    facts_of = ("id", "title", "different_architectures", "payload", "paper", "global_model", "class_info", "kb_up")
+    piped = [[_cell(m.get(name, "")) for name in facts_of] for m in chosen]
+    rows = [
+        (name, title, "any" if several == "yes" else "one", *further) for name, title, several, _, _, *further in piped
+    ]
+    show("", ("id", "method", "architectures", "global", "classes", "kB up"), rows, piped, COLUMNS)
+
+
+def _cell(value: object) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
 
 
 def describe(method: Mapping[str, Any]) -> None:
@@ -125,28 +120,13 @@ def describe(method: Mapping[str, Any]) -> None:
         for name, field in method["hyperparameters"].items()
     ]
     if on_terminal():
-        sizes = "{kb_up} kB up, {kb_down} kB down a round"
-        sizes += ", {kb_once} kB up at the end" if method.get("kb_once") else ""
-        least = f", from {method['class_threshold']} rows on" if method["class_threshold"] else ""
         example = next((f"{name}={default or 'VALUE'}" for name, _, default, _ in rows), "")
-        said = {
-            "page": method["page"],
-            "payload": method["payload"]
-            + (f"; {sizes.format(**method)} (digits, digits-a)" if "kb_up" in method else ""),
-            "class facts": f"revealed by the payload{least}" if method["class_info"] else "not revealed",
-            "architectures": "may differ" if method["different_architectures"] else "one for all clients",
-            "global model": "yes" if method["global_model"] else "no",
-            "public rows": f"{method['public_share']:.0%} of the training rows" if method["public_share"] else "",
-            "headline": f"{method['headline']} model",
-            "authors' settings": method["authors_settings"],
-            "our settings": f"{method['our_settings']}; {method['reason']}".strip("; ").replace("`", ""),
-            "hyperparameters": f'--method "{method["id"]}({example})"' if rows else "none",
-        }
+        told = {**method, "hyperparameters": f'--method "{method["id"]}({example})"' if rows else "none"}
         table = Table.grid(padding=(0, 2))
-        for name, text in said.items():
-            if text:
-                table.add_row(name, text)
-        Screen(highlight=False).print(f"{method['id']}: {method['summary']}", "", table, "", sep="\n")
+        for name, value in told.items():
+            if value != "":
+                table.add_row(name.replace("_", " "), _cell(value))
+        Screen(highlight=False).print(table, "", sep="\n")
     entries(rows, lambda row: (row[3], f"{row[1]}; default {row[2] or 'empty'}"))
 
 
