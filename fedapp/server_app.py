@@ -35,6 +35,9 @@ from fedapp.data import partitions
 from fedapp.data.card import data_card, in_lines
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, counted, plain
+from fedapp.federation.context import server_context
+from fedapp.federation.loop import Callbacks, RoundLoop, RoundResult
+from fedapp.federation.rollback import Earlier
 from fedapp.lazy import torch
 from fedapp.learning.evaluation import LOW_IS_GOOD, Scores, column, evaluate, measured
 from fedapp.learning.metrics import client_row, mean, summarise
@@ -71,8 +74,7 @@ from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled
 from fedapp.transport.offences import Offences
 from fedapp.transport.secure import Opened, SecureSums
 from fedapp.transport.virtual import Member
-from strategies._back import Earlier
-from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
+from strategies.base import FedStrategy
 
 app = ServerApp()
 MOST_NUMBERS = 1 << 28
@@ -222,6 +224,7 @@ class Run(Callbacks):
             robust=resolved.robustness,
             privacy=None if config.privacy.dp == "sgd" else config.mechanism,
         )
+        self.loop = RoundLoop(self.strategy)
         self.device = process.device()
         self.started = time.perf_counter()
         found, lost = self._found() if config.storage.resume else (None, [])
@@ -231,7 +234,7 @@ class Run(Callbacks):
             found[2] if found else {"best": None, "best_loss": None, "since": 0, "dropped": 0, "seconds": 0.0}
         )
         if times := int(self.extra.get("median", 0)):  # a liar of an earlier round decided so
-            self.strategy.go_back(times)
+            self.loop.go_back(times)
         self.earlier = float(self.extra["seconds"])
         self.sent: Arrays | None = self.published(self.state) if self.state is not None else None
         if config.storage.resume and self.done > config.federation.num_server_rounds:
@@ -408,7 +411,7 @@ class Run(Callbacks):
                 "device": str(self.device),
             }
         )
-        state = self.strategy.run(
+        state = self.loop.run(
             self.manager,
             self._context(),
             rounds=self.done if self._patience_is_over() else self.config.federation.num_server_rounds,
@@ -955,7 +958,7 @@ class Run(Callbacks):
         what = "the update before" if earlier.round else "what came before"
         text = f"{what} round {spoiled.round} spoiled the model and is taken back; {how} ({spoiled.reason})"
         self.warn(text)
-        self.extra["median"] = self.strategy.gone_back
+        self.extra["median"] = self.loop.gone_back
 
     def without_evaluation(self, spoiled: Spoiled) -> None:
         """Say that there are no scores, and of whom."""

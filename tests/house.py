@@ -23,7 +23,7 @@ ROOMS = [
     ("transport",),
     ("clients",),
     ("strategies",),
-    ("registry",),
+    ("federation", "registry"),
     ("config",),
     ("tasks",),
     ("results",),

@@ -13,9 +13,10 @@ import torch
 
 from clients.base import FedClient
 from fedapp.core.averages import RunningMean
+from fedapp.federation.loop import Callbacks, RoundLoop
 from fedapp.learning.state import ClientStore, DamagedError
 from fedapp.method import BaseHParams, Payload, Reply
-from strategies.base import Callbacks, FedStrategy, weighted_mean
+from strategies.base import FedStrategy, weighted_mean
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.lgfedavg import METHOD as LGFEDAVG
 from tests.handmade import context, head_of, images, model_like, one_batch_task, point, whole
@@ -204,22 +205,20 @@ def test_evaluations_of_all_clients_are_told_what_they_are_for(
 ) -> None:
     """After a round they may leave the training out, and the last one is told that it is the last."""
     asked: list[tuple[str, dict[str, Any]]] = []
-    strategy = FedStrategy(FEDAVG, BaseHParams())
+    loop = RoundLoop(FedStrategy(FEDAVG, BaseHParams()))
     traffic = SimpleNamespace(dropped=[])
     monkeypatch.setattr(
-        strategy, "_train", lambda *given: (given[1], SimpleNamespace(void=False, traffic=traffic, seconds=0.0))
+        loop, "_train", lambda *given: (given[1], SimpleNamespace(void=False, traffic=traffic, seconds=0.0))
     )
-    monkeypatch.setattr(strategy, "_evaluate", lambda *given: asked.append((given[3], dict(given[4]))))
-    monkeypatch.setattr(strategy, "_queries", lambda *given: None)
+    monkeypatch.setattr(loop, "_evaluate", lambda *given: asked.append((given[3], dict(given[4]))))
+    monkeypatch.setattr(loop, "_queries", lambda *given: None)
     callbacks = Callbacks()
     monkeypatch.setattr(callbacks, "selected", lambda state, rounds: (state, rounds))
     manager = SimpleNamespace(
         register=lambda: None, nodes={0: None}, states={}, settings=SimpleNamespace(fraction_train=1.0),
         without_silent=lambda server_round, ids: (ids, []),
     )  # fmt: skip
-    strategy.run(
-        manager, context(point(1.0, 2.0)), rounds=2, callbacks=callbacks, evaluate_every=1, select=select, **more
-    )  # type: ignore[arg-type]
+    loop.run(manager, context(point(1.0, 2.0)), rounds=2, callbacks=callbacks, evaluate_every=1, select=select, **more)  # type: ignore[arg-type]
     train = {"train": more.get("final_training", True)}
     between = [("evaluate", {"received-only": True})] * 2 if select else [("evaluate", train)]
     assert asked == [*between, ("final", {"balanced": True, "final": True, **train})]
@@ -227,11 +226,11 @@ def test_evaluations_of_all_clients_are_told_what_they_are_for(
 
 def test_clients_that_take_no_part_are_asked_last_and_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    strategy = FedStrategy(FEDAVG, BaseHParams())
-    monkeypatch.setattr(strategy, "_evaluate", lambda *given: asked.append((given[3], dict(given[4]), *given[5:])))
-    monkeypatch.setattr(strategy, "_queries", lambda *given: None)
+    loop = RoundLoop(FedStrategy(FEDAVG, BaseHParams()))
+    monkeypatch.setattr(loop, "_evaluate", lambda *given: asked.append((given[3], dict(given[4]), *given[5:])))
+    monkeypatch.setattr(loop, "_queries", lambda *given: None)
     manager = SimpleNamespace(nodes={0: None, 3: None, 4: None})
-    strategy.run(manager, context(point(1.0, 2.0)), rounds=0, unseen=(4, 3, 9))  # type: ignore[arg-type]
+    loop.run(manager, context(point(1.0, 2.0)), rounds=0, unseen=(4, 3, 9))  # type: ignore[arg-type]
     assert [kind for kind, *_ in asked] == ["final", "unseen"]
     assert asked[1] == ("unseen", {"unseen": True}, [3, 4])
 
@@ -244,9 +243,9 @@ def test_only_secure_sums_hide_single_replies() -> None:
         "check": lambda reply: None, "result": SimpleNamespace(traffic=None), "control": {},
     }  # fmt: skip
     manager: Any = SimpleNamespace(send_and_receive=lambda *more: "single replies")
-    assert strategy._asked(manager, **given) == "single replies"
+    assert RoundLoop(strategy)._asked(manager, **given) == "single replies"
     strategy.secure = SimpleNamespace(exchange=lambda *more: "a sum")  # type: ignore[assignment]
-    assert strategy._asked(manager, **given) == "a sum"
+    assert RoundLoop(strategy)._asked(manager, **given) == "a sum"
 
 
 def test_a_mean_is_a_running_one_unless_another_is_given() -> None:

@@ -20,6 +20,7 @@ from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
+from fedapp.federation.loop import _no_arrays
 from fedapp.method import Payload, Reply
 from fedapp.tasks.simulated import federated
 from fedapp.transport import client_manager
@@ -28,7 +29,6 @@ from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.offences import Blocked
 from fedapp.transport.records import INFO, METRICS
 from fedapp.transport.virtual import Member
-from strategies.base import _no_arrays
 from tests.handmade import exchange
 
 Change = Callable[[Message], Message | None]

@@ -17,12 +17,12 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedapp.config import from_flat
 from fedapp.core.robust import shortened
+from fedapp.federation import soundness
 from fedapp.method import ClientInfo, Reply, ServerContext
 from fedapp.results.runs import RunResult
 from fedapp.transport.agreement import majority
 from fedapp.transport.boundary import BAD, IMPOSSIBLE, LARGE, LARGEST, NARROW, grade
 from fedapp.transport.records import ARRAYS, INFO, METRICS
-from strategies import _soundness
 from tests.liars import Lie, federate
 from tests.matrix import methods
 from tests.test_hostile import Bits, Change, answer, both, final_bits, metric, put, without
@@ -357,13 +357,13 @@ MODEL = ("features.", "head.", "small/")
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return a list of which the last entry says how long a model may be in the present round."""
-    found, plain = [math.inf], _soundness.bounded
+    found, plain = [math.inf], soundness.bounded
 
     def noting(check: Any, initial: Any, limit: float, *moves: Any) -> Any:
         found.append(limit)
         return plain(check, initial, limit, *moves)
 
-    monkeypatch.setattr(_soundness, "bounded", noting)
+    monkeypatch.setattr(soundness, "bounded", noting)
     return found
 
 
@@ -371,7 +371,7 @@ def long(limit: list[float]) -> Change:
     """Send a model of one number everywhere that is 0.9 of what is accepted long."""
 
     def change(content: RecordDict) -> None:
-        names = [n for n in content[ARRAYS] if n.startswith(MODEL) and not n.endswith(_soundness.BUFFERS)]
+        names = [n for n in content[ARRAYS] if n.startswith(MODEL) and not n.endswith(soundness.BUFFERS)]
         size = sum(math.prod(content[ARRAYS][n].shape) for n in names)
         for name in names:
             array = content[ARRAYS][name].numpy()

@@ -18,13 +18,14 @@ from fedapp import server_app
 from fedapp.config import from_flat
 from fedapp.engines.local import run as resume
 from fedapp.errors import BadRequest
+from fedapp.federation import soundness
+from fedapp.federation.loop import RoundLoop
 from fedapp.learning.state import ClientStore, read_safetensors
 from fedapp.method import Reply, ServerContext
 from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.offences import STRIKES, Blocked, Offence, Offences
 from fedapp.transport.records import ARRAYS, INFO, METRICS
-from strategies import _soundness
 from strategies.base import FedStrategy
 from tests.liars import Lie, change_arrays, federate
 from tests.test_robust import QUICK, largest, state_after
@@ -180,15 +181,15 @@ def test_without_a_limit_nobody_measures_a_reply() -> None:
     def check(reply: Any) -> str | None:
         return None
 
-    assert _soundness.bounded(check, {}, math.inf) is check
-    assert _soundness.bounded(check, {}, 1.0) is not check
+    assert soundness.bounded(check, {}, math.inf) is check
+    assert soundness.bounded(check, {}, 1.0) is not check
 
 
 def test_a_model_that_grew_too_much_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = federate(tmp_path / "run", [1], grown(50.0, {"1"}), 3, max_growth=10.0, **{**FEW, "method": "fedavg"})
     assert asked(run.out) == [(1, 1)] and list(run.rounds["void"]) == [0]
     assert "its model has norm" in pd.read_csv(run.out / "dropped.csv")["reason"][0]
-    monkeypatch.setattr(_soundness, "bounded", None)  # nothing is measured where nothing is limited
+    monkeypatch.setattr(soundness, "bounded", None)  # nothing is measured where nothing is limited
     free = federate(tmp_path / "free", [1], grown(50.0, {"1"}), 3, **{**FEW, "method": "fedavg"})
     assert free.summary["dropped"] == 0, "in a simulation nothing is limited unless asked for"
 
@@ -365,19 +366,19 @@ def test_updates_are_no_longer_than_the_median_one_where_no_vote_is_possible() -
         Reply(c, 9, {"head.weight": np.array([1, 1], np.float32) + np.float32(x), "lar": np.ones(1)}, {}, 0, "train")
         for c, x in enumerate(changes)
     ]
-    found = strategy.shortened({"model": {"head.weight": np.ones(2, np.float32)}}, 1, replies)
-    assert strategy.shortened({"model": {"head.weight": np.ones(2, np.float32)}}, 1, []) == []
+    found = RoundLoop(strategy).shortened({"model": {"head.weight": np.ones(2, np.float32)}}, 1, replies)
+    assert RoundLoop(strategy).shortened({"model": {"head.weight": np.ones(2, np.float32)}}, 1, []) == []
     assert [r.arrays["head.weight"].tolist() for r in found] == [[4, 5], [1, 2], [4, 5]]
     assert all(r.arrays["lar"] is s.arrays["lar"] for r, s in zip(found, replies, strict=True))
 
 
 def test_statistics_of_batchnorm_and_second_models() -> None:
     initial = {"head.weight": np.full((2, 2), 2.0, np.float32), "bn.running_var": np.ones(3, np.float32)}
-    assert _soundness.length({**initial, "bn.running_var": np.full(3, 1e12)}, initial) == 4
-    assert _soundness.length({"small/w": np.full(4, 1e30, np.float32)}, initial) == pytest.approx(2e30)
-    assert _soundness.longest({"model": {}, "n": 3}, initial) == 4
+    assert soundness.length({**initial, "bn.running_var": np.full(3, 1e12)}, initial) == 4
+    assert soundness.length({"small/w": np.full(4, 1e30, np.float32)}, initial) == pytest.approx(2e30)
+    assert soundness.longest({"model": {}, "n": 3}, initial) == 4
     state = {"clusters": {0: initial, 1: {n: 2 * a for n, a in initial.items()}}, "norms": np.full(3, 1e9)}
-    assert _soundness.longest(state, initial) == 8
-    assert _soundness.flaw(state, initial, (), 8) is None and "norm 8" in str(_soundness.flaw(state, initial, (), 7.9))
-    assert "norms" in str(_soundness.flaw({"norms": np.array([np.nan])}, initial, (), 8))
-    assert _soundness.flaw({"norms": np.array([np.nan])}, initial, ("norms",), 8) is None
+    assert soundness.longest(state, initial) == 8
+    assert soundness.flaw(state, initial, (), 8) is None and "norm 8" in str(soundness.flaw(state, initial, (), 7.9))
+    assert "norms" in str(soundness.flaw({"norms": np.array([np.nan])}, initial, (), 8))
+    assert soundness.flaw({"norms": np.array([np.nan])}, initial, ("norms",), 8) is None

@@ -16,10 +16,10 @@ from clients.base import FedClient
 from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.engines.resources import ClientNeeds, cuda_devices
+from fedapp.federation.context import first_payload
 from fedapp.lazy import torch
 from fedapp.learning.evaluation import BATCH
 from fedapp.tasks import simulated as tasks
-from strategies.base import first_payload
 
 BUDGET_SECONDS = 2.0
 """After this no further client is measured; the first one is measured however long it takes."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedapp.federation.context import first_payload
 from fedapp.learning.training import batch_slices
 from fedapp.models import head_width, is_own
 from fedapp.results.analysis import Unavailable, config_of, counts_of, method_of
@@ -22,7 +23,6 @@ from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated as tasks
 from reproduction.figures import plots
 from reproduction.figures.models import data_of
-from strategies.base import first_payload
 
 
 def cost(run: RunResult) -> tuple[float, float, float]:

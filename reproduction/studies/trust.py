@@ -25,10 +25,10 @@ import numpy as np
 from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.engines import local
+from fedapp.federation import soundness
 from fedapp.transport import boundary, client_manager
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.records import INFO, reply_of
-from strategies import _soundness
 
 CASES: dict[str, dict[str, Any]] = {
     "digits, LG-FedAvg, 10 clients": {"dataset": "digits", "method": "lgfedavg", "clients": 10},
@@ -77,11 +77,11 @@ class Checks:
 
     def __enter__(self) -> Checks:
         self._stack = contextlib.ExitStack()
-        read, bounded = boundary.read, _soundness.bounded
+        read, bounded = boundary.read, soundness.bounded
         self._put(client_manager, "read", self.watch(read), trusting)
-        self._put(_soundness, "flaw", self.watch(_soundness.flaw), lambda *given: None)
-        self._put(_soundness, "longest", self.watch(_soundness.longest), lambda *given: 0.0)
-        self._put(_soundness, "bounded", lambda *given: self.watch(bounded(*given)), lambda check, *given: check)
+        self._put(soundness, "flaw", self.watch(soundness.flaw), lambda *given: None)
+        self._put(soundness, "longest", self.watch(soundness.longest), lambda *given: 0.0)
+        self._put(soundness, "bounded", lambda *given: self.watch(bounded(*given)), lambda check, *given: check)
         self._stack.enter_context(patch.object(boundary, "reply_of", self.watch(reply_of, -1)))
         return self
 

@@ -9,15 +9,15 @@ method has no average to take it of, no client's update is longer than the media
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedapp.core.robust import changes_bounded
 from fedapp.learning.state import KEPT
-from fedapp.method import Method, Payload, Reply, ServerContext, ServerState
-from fedapp.settings import RobustnessSettings
+from fedapp.method import Reply, ServerState
 from fedapp.transport.client_manager import ClientManager
+from strategies.base import FedStrategy
 
 TIMES = 2
 """How often a run goes back."""
@@ -41,19 +41,9 @@ class Earlier:
 class WayBack:
     """Decides whether a run goes back, where to, and what bounds its clients afterwards."""
 
-    method: Method
-    hparams: Any
-    robust: RobustnessSettings
-    context: ServerContext
-    gone_back: int = 0
-
-    def init(self, context: ServerContext) -> ServerState:
-        """Return the state before round 1."""
-        raise NotImplementedError
-
-    def send_each(self, state: ServerState, server_round: int, clients: Iterable[int]) -> Iterator[tuple[int, Payload]]:
-        """Yield each client with its payload."""
-        raise NotImplementedError
+    def __init__(self, strategy: FedStrategy) -> None:
+        self.strategy = strategy
+        self.gone_back = 0
 
     def goes_back(self, manager: ClientManager) -> bool:
         """Whether the run goes back if too few clients can do anything with what they were sent.
@@ -61,7 +51,7 @@ class WayBack:
         Where every reply is needed (`min-replies = 1`) a model that diverged is a mistake in the settings. It also is
         where rules hold from the start, and where the run has gone back before, as often as it may.
         """
-        asked_for = bool(self.robust.rules) and not self.gone_back
+        asked_for = bool(self.strategy.robust.rules) and not self.gone_back
         return not asked_for and manager.settings.min_replies < 1 and self.gone_back < TIMES
 
     def way_back(self, previous: Earlier) -> tuple[Earlier, str]:
@@ -71,7 +61,7 @@ class WayBack:
         has lied for longer may have spoiled that one too. So the second time it is the one that no client had a part
         in.
         """
-        to = Earlier(0, self.init(self.context)) if self.gone_back else previous
+        to = Earlier(0, self.strategy.init(self.strategy.context)) if self.gone_back else previous
         return to, self.go_back(self.gone_back + 1)
 
     def go_back(self, times: int) -> str:
@@ -82,15 +72,18 @@ class WayBack:
         times : how often the run has gone back.
         """
         self.gone_back = times
-        if not self.method.votes_on(self.hparams):
+        if not self.strategy.method.votes_on(self.strategy.hparams):
             return "from now on no client's update is longer than the median one"
-        self.robust = self.robust.replaced(robust="median", robust_f=max(1, self.robust.robust_f))
+        robust = self.strategy.robust
+        self.strategy.robust = robust.replaced(robust="median", robust_f=max(1, robust.robust_f))
         return "from now on the median of the clients is taken"
 
     def shortened(self, state: ServerState, server_round: int, replies: Sequence[Reply]) -> list[Reply]:
         """Return replies of which no model changed more than the median client's."""
-        sent = {c: p.all() for c, p in self.send_each(state, server_round, [r.client for r in replies])}
-        names = [n for n in self.context.initial if all(n in r.arrays and n in sent[r.client] for r in replies)]
+        sent = {c: p.all() for c, p in self.strategy.send_each(state, server_round, [r.client for r in replies])}
+        names = [
+            n for n in self.strategy.context.initial if all(n in r.arrays and n in sent[r.client] for r in replies)
+        ]
         if not names or not replies:
             return list(replies)
         found = changes_bounded(

@@ -1,0 +1,67 @@
+"""What a strategy knows when a run starts, and what it would send first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from fedapp import sampling
+from fedapp.learning.task import ModelSpec, Task
+from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Scalar, ServerContext
+
+
+def server_context(
+    method: Method,
+    hparams: Any,
+    spec: ModelSpec,
+    clients: Iterable[ClientInfo],
+    *,
+    seed: int,
+    width: int,
+    buffers: str = "global",
+    score: Callable[[Mapping[str, Array], Mapping[str, Scalar]], float | None] | None = None,
+) -> ServerContext:
+    """Return what a strategy knows at the start; the initial values are those of a new model of `spec`.
+
+    Parameters
+    ----------
+    spec : the server's model. `seed` decides the initial values; the seed of `spec` is not used.
+    width : feature width d of the common head.   buffers : as in the run configuration.
+    score : scores a model on the central test set, if there is one.
+    """
+
+    def initial_from(k: int) -> Arrays:
+        drawn = dataclasses.replace(spec, seed=sampling.server_model_seed(seed, k))
+        arrays: Arrays = method.client.initial_arrays(drawn, method, hparams, buffers)
+        return arrays
+
+    return ServerContext(
+        seed=seed,
+        clients=tuple(clients),
+        num_classes=spec.num_classes,
+        width=width,
+        initial=initial_from(0),
+        initial_from=initial_from,
+        rng=lambda purpose, *numbers: sampling.rng(seed, purpose, *numbers),
+        score=score or (lambda arrays, scalars: None),
+        shape=spec.shape,
+        weights=spec.settings.weights,
+    )
+
+
+def first_payload(method: Method, hparams: Any, task: Task) -> Payload:
+    """Return what the server would send in round 1 if this were the only client."""
+    client = method.client(task, method, hparams)
+    metrics, facts = client.register()
+    shapes = {n: tuple(s) for n, s in json.loads(str(facts["shapes"])).items()}
+    info = ClientInfo(
+        task.client, int(metrics["num-examples"]), task.model, task.num_classes, shapes, client.common_facts()
+    )
+    context = server_context(
+        method, hparams, task.spec(0), [info], seed=task.seed, width=int(facts["width"]), buffers=task.buffers
+    )
+    strategy = method.strategy(method, hparams)
+    payload: Payload = strategy.send(strategy.init(context), 1, task.client)
+    return payload
