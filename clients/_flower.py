@@ -7,7 +7,7 @@ from typing import Any
 from flwr.client import NumPyClient
 
 from fedapp.method import Array, Payload
-from fedapp.transport import selection
+from fedapp.models import selection
 
 
 class PositionalClient(NumPyClient):

@@ -53,6 +53,7 @@ import numpy as np
 
 from clients._flower import PositionalClient
 from fedapp import process, sampling
+from fedapp.core import names
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning import dp_sgd
@@ -74,11 +75,10 @@ from fedapp.learning.training import (
     trained_alone,
 )
 from fedapp.method import Arrays, BaseHParams, Method, Payload, Scalar
-from fedapp.models import build_model, is_own, weights
+from fedapp.models import build_model, is_own, selection, weights
 from fedapp.models.copies import copied, redrawn
 from fedapp.settings import TrainingSettings
 from fedapp.settings.evaluation import CONFUSION
-from fedapp.transport import selection
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -593,7 +593,7 @@ class FedClient(PositionalClient):
             # The server sends the whole model, so only the private arrays are read from the stored state.
             self.stored = self.store.load(server_round, "own/", needed=False)
             if self.stored is not None:
-                self.own = selection.under("own/", self.stored.arrays)
+                self.own = names.under("own/", self.stored.arrays)
         begins = self._loaded is None and not covered
         unread = self._looks() and not self._starts_from_state
         blank = () if self._looks() and not unread else payload.all().keys()
@@ -603,8 +603,8 @@ class FedClient(PositionalClient):
             for name in payload.all().keys() & state.keys():
                 state[name].fill_(math.nan)
         if self._loaded is not None:
-            selection.merge(self.model, selection.under("model/", self._loaded.arrays))
-            self.own = selection.under("own/", self._loaded.arrays)
+            selection.merge(self.model, names.under("model/", self._loaded.arrays))
+            self.own = names.under("own/", self._loaded.arrays)
         if self.device.type != "cpu":
             self.model.to(self.device)
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from clients import noised
 from clients.base import FedClient
 from clients.posthoc import PostHocClient, PostHocHParams
 from fedapp.core import gaussian, heads
@@ -33,6 +32,7 @@ from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch
 from fedapp.method import Array, Arrays, Payload, Scalar
+from fedapp.privacy import statistics
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
@@ -151,7 +151,8 @@ class CCVRClient(PostHocClient):
         """Answer `statistics` (N_ck and Eq. 2), `totals` (sent before it with cov=sums) or `features` (the oracle)."""
         s = self.settings
         if kind == "statistics" and self.task.privacy is not None:
-            return _named(STATISTICS, noised.release(self, self.blocks(), "classes", kind)), self.measure("received")
+            noised = statistics.release(self, self.blocks(), "classes", kind)
+            return _named(STATISTICS, noised), self.measure("received")
         if kind == "statistics":
             centres = payload.all()[CENTRES] if s.cov == "sums" else None
             found = gaussian.to_arrays(self.moments(), s.cov, s.rank, s.dtype, centres)

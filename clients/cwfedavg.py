@@ -24,11 +24,11 @@ from pydantic import Field
 
 from clients.base import FedClient
 from fedapp.core.classwise import wdr
+from fedapp.core.names import matches
 from fedapp.errors import BadRequest, suggest_choice
 from fedapp.lazy import Tensor, torch
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
-from fedapp.transport.selection import matches
 
 
 def classwise_names(layers: str, names: Sequence[str]) -> list[str]:

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from clients.fedper import PrivateClient, PrivateHParams
+from fedapp.core import names
 from fedapp.core.contrastive import squared_distance
 from fedapp.lazy import Tensor
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import Arrays, Payload
+from fedapp.models import selection
 from fedapp.models.copies import copied
-from fedapp.transport import selection
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
@@ -61,7 +62,7 @@ class DittoClient(PrivateClient):
     def receive(self, payload: Payload) -> None:
         """Put w^t beside v_k."""
         self.model = copied(self.personal)
-        selection.merge(self.model, selection.under(BUFFERS, self.own))
+        selection.merge(self.model, names.under(BUFFERS, self.own))
         super().receive(payload)
 
     def before_training(self, payload: Payload) -> None:

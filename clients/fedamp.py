@@ -21,7 +21,7 @@ from fedapp.core.contrastive import squared_distance
 from fedapp.lazy import Tensor
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
-from fedapp.transport import selection
+from fedapp.models import selection
 
 
 class FedAMPHParams(BaseHParams):

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from clients.base import FedClient
+from fedapp.core import names
 from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import ALL, Arrays, BaseHParams, Payload
-from fedapp.transport import selection
 
 if TYPE_CHECKING:
     from clients._models import BiasModel
@@ -81,13 +81,13 @@ class FedDBEClient(FedClient):
 
     def receive(self, payload: Payload) -> None:
         """Take the model, and z-bar^g if there is one yet."""
-        rest, own = selection.split(payload, PREFIX)
+        rest, own = names.split(payload, PREFIX)
         super().receive(rest)
         self.target = torch.from_numpy(own["mean"].copy()).to(self.device) if own else None
 
     def reference(self, payload: Payload) -> Arrays:
         """Return the model's arrays."""
-        return selection.split(payload, PREFIX)[0].all()
+        return names.split(payload, PREFIX)[0].all()
 
     def before_training(self, payload: Payload) -> None:
         """Begin the running mean at 0."""

@@ -31,16 +31,17 @@ from pydantic import Field
 
 from clients.base import FedClient
 from fedapp import sampling
+from fedapp.core import names
 from fedapp.core.pairwise import combine
 from fedapp.lazy import torch
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
 from fedapp.method import Arrays, BaseHParams, Method, Payload
-from fedapp.transport import selection
+from fedapp.models import selection
 
 PREFIX = "fomo/"
-wire_name = functools.partial(selection.numbered, PREFIX)
-split_payload = functools.partial(selection.split_numbered, PREFIX)
+wire_name = functools.partial(names.numbered, PREFIX)
+split_payload = functools.partial(names.split_numbered, PREFIX)
 """Wire name of the array `name` of the model in a slot, and the way back to (the rest, models by slot)."""
 OWN_SLOT = "fomo-own"
 """Scalar of a payload: the place of the client's own trained model among the models that it compares."""
@@ -138,7 +139,7 @@ class FedFomoClient(FedClient):
             models.insert(int(payload.scalars[OWN_SLOT]), own)
         if not models:
             return
-        base = selection.under(BEFORE, self.own) or own  # theta_i^(l-1)
+        base = names.under(BEFORE, self.own) or own  # theta_i^(l-1)
         selection.merge(self.model, base)
         loss = self.validation_loss()
         trained = [name for name, _ in self.model.named_parameters() if name in own]

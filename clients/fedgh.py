@@ -30,12 +30,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from clients import noised
 from clients.base import FedClient
 from fedapp import sampling
 from fedapp.lazy import Tensor, torch
 from fedapp.learning.training import Phase
 from fedapp.method import HEAD, Arrays, BaseHParams, Payload
+from fedapp.privacy import statistics
 
 ROWS = 4096
 """Images whose representations are held at a time."""
@@ -98,7 +98,7 @@ class FedGHClient(FedClient):
         if all(f"released/{n}" in self.own for n in names):
             self.released = True
         else:
-            found = noised.release(self, self._parts(), "none", "class means")
+            found = statistics.release(self, self._parts(), "none", "class means")
             self.own |= {f"released/{n}": found[n] for n in names}
         self.lar_seconds = time.perf_counter() - started
         return {f"noised/{n}": self.own[f"released/{n}"] for n in names}

@@ -29,11 +29,11 @@ from pydantic import Field
 
 from clients.base import FedClient
 from clients.fedrep import BODY
+from fedapp.core import names
 from fedapp.core.collaboration import ClassStatistics, class_statistics, collaboration_statistics
 from fedapp.lazy import F, Tensor, torch
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import HEAD, Arrays, BaseHParams, Payload
-from fedapp.transport import selection
 
 PAC = "pac/"
 """Prefix of all arrays beside the model, in both directions: `h`, `v`, `proto`, `count`, `known`."""
@@ -74,14 +74,14 @@ class FedPACClient(FedClient):
 
     def receive(self, payload: Payload) -> None:
         """Take the model, and set the global class means aside."""
-        rest, found = selection.split(payload, PAC)
+        rest, found = names.split(payload, PAC)
         super().receive(rest)
         self.global_means = torch.from_numpy(found["proto"].astype(np.float32)).to(self.device)
         self.known = torch.from_numpy(found["known"]).to(self.device).bool()
 
     def reference(self, payload: Payload) -> Arrays:
         """Return the model as received."""
-        return selection.split(payload, PAC)[0].all()
+        return names.split(payload, PAC)[0].all()
 
     def class_statistics(self) -> ClassStatistics:
         """Return the moments of the training split with the present body."""

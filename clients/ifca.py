@@ -20,12 +20,13 @@ import numpy as np
 from pydantic import Field
 
 from clients.base import FedClient
+from fedapp.core import names
 from fedapp.method import Arrays, BaseHParams, Payload
-from fedapp.transport import selection
+from fedapp.models import selection
 
 PREFIX = "ifca/"
-wire_name = functools.partial(selection.numbered, PREFIX)
-split_payload = functools.partial(selection.split_numbered, PREFIX)
+wire_name = functools.partial(names.numbered, PREFIX)
+split_payload = functools.partial(names.split_numbered, PREFIX)
 """Wire name of the array `name` of a cluster's model, and the way back to (the rest, models by cluster)."""
 
 

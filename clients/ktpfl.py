@@ -26,8 +26,8 @@ from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning.evaluation import batched
 from fedapp.learning.training import Batch, TrainReport, train
 from fedapp.method import Arrays, BaseHParams, Payload, Scalar
+from fedapp.models import selection
 from fedapp.settings import TrainingSettings
-from fedapp.transport import selection
 
 
 class KTpFLHParams(BaseHParams):

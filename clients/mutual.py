@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pydantic import Field, field_validator
 
 from clients.base import FedClient
+from fedapp.core import names
 from fedapp.errors import suggest_choice
 from fedapp.lazy import Tensor, nn
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Payload
-from fedapp.models import MODEL_NAMES, build_model, check_form, default_small, is_own, own
-from fedapp.transport import selection
+from fedapp.models import MODEL_NAMES, build_model, check_form, default_small, is_own, own, selection
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
@@ -65,7 +65,7 @@ def prefixed(arrays: Mapping[str, Array]) -> Arrays:
 
 def stripped(arrays: Mapping[str, Array]) -> Arrays:
     """Return the arrays under `small/`, without that prefix."""
-    return selection.under(SMALL, arrays)
+    return names.under(SMALL, arrays)
 
 
 class MutualClient(FedClient):

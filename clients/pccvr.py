@@ -20,9 +20,9 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from clients.ccvr import CCVRClient, CCVRHParams
+from fedapp.core import names
 from fedapp.lazy import Tensor, torch
 from fedapp.method import Payload
-from fedapp.transport import selection
 
 PRIOR = "prior/"
 """Prefix of what is sent beside the model: N_c of all clients, where the settings need them."""
@@ -68,7 +68,7 @@ class PersonalCCVRClient(CCVRClient):
 
     def receive(self, payload: Payload) -> None:
         """Take over the model, and adjust its bias if nothing of it leaves the client again."""
-        model, prior = selection.split(payload, PRIOR)
+        model, prior = names.split(payload, PRIOR)
         super().receive(model)
         if self.stays and payload.scalars.get(PERSONAL):
             bias = self.model.head.bias

@@ -29,12 +29,12 @@ from pydantic import Field
 
 from clients.base import FedClient
 from fedapp import sampling
+from fedapp.core import names
 from fedapp.core.adaptation import Gaussians, choose, estimate, log_prior, rule
 from fedapp.core.gaussian import pack, unpack
 from fedapp.lazy import torch
 from fedapp.learning.training import Phase
 from fedapp.method import Arrays, BaseHParams, Payload
-from fedapp.transport import selection
 
 Float64 = NDArray[np.float64]
 GAUSSIANS = "gaussians/"
@@ -67,7 +67,7 @@ class PFedFDAClient(FedClient):
 
     def receive(self, payload: Payload) -> None:
         """Take extractor and Gaussians, and adapt the latter to this client: `received` is the score of their rule."""
-        model, sent = selection.split(payload, GAUSSIANS)
+        model, sent = names.split(payload, GAUSSIANS)
         super().receive(model)
         cov = unpack(sent["cov"].astype(np.float64), self.model.width)
         self.shared = Gaussians(sent["mean"].astype(np.float64), cov)

@@ -30,9 +30,9 @@ import numpy as np
 from pydantic import Field
 
 from clients.base import FedClient
+from fedapp.core import names
 from fedapp.lazy import Tensor, torch
 from fedapp.method import Array, Arrays, BaseHParams, Payload
-from fedapp.transport import selection
 
 CONTROL = "control/"
 COUNTED = "counted/"
@@ -58,17 +58,17 @@ class ScaffoldClient(FedClient):
         """Restore c_i as the server has it: 0 in a new run, whose c is 0."""
         super().restore(server_round, payload, always)
         kept = CONTROL if self.stored is None or self.stored.counted else COUNTED
-        found = {} if self.stored is not None and self.stored.round == 0 else selection.under(kept, self.own)
+        found = {} if self.stored is not None and self.stored.round == 0 else names.under(kept, self.own)
         self.own = {prefix + name: a for prefix in (CONTROL, COUNTED) for name, a in found.items()}
 
     def receive(self, payload: Payload) -> None:
         """Take x, and set c aside."""
-        rest, self.c = selection.split(payload, CONTROL)
+        rest, self.c = names.split(payload, CONTROL)
         super().receive(rest)
 
     def reference(self, payload: Payload) -> Arrays:
         """Return x: `clip-update` bounds the change of the model alone."""
-        return selection.split(payload, CONTROL)[0].all()
+        return names.split(payload, CONTROL)[0].all()
 
     def own_control(self, name: str) -> Array:
         """Return c_i of one array."""

@@ -24,6 +24,8 @@ ServerState: TypeAlias = dict[str, Any]
 ALL = ("features.", "head.")
 HEAD = ("head.",)
 NONE: tuple[str, ...] = ()
+LARGEST = 1e8
+"""Largest value in a reply, but for heads and for means of representations (`max-abs`)."""
 
 
 class BaseHParams(BaseModel):

@@ -44,7 +44,7 @@ from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import StateError, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Array, Arrays, ClientInfo, Scalar, Scored, ServerContext, ServerState
-from fedapp.models import MODEL_NAMES, check_model, own, weights
+from fedapp.models import MODEL_NAMES, check_model, own, selection, weights
 from fedapp.models.bounded import Bounded
 from fedapp.results.directory import (
     ANNOUNCED,
@@ -69,7 +69,7 @@ from fedapp.results.statistics import over_clients
 from fedapp.tasks import identity as identities
 from fedapp.tasks import scoring
 from fedapp.tasks import simulated as tasks
-from fedapp.transport import checkpoint, roster, selection
+from fedapp.transport import checkpoint, roster
 from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled
 from fedapp.transport.offences import Offences
 from fedapp.transport.secure import Opened, SecureSums

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from clients.posthoc import Untrained
-from fedapp.core import heads
+from fedapp.core import heads, names
 from fedapp.core.privacy import Float64, Joint, Privacy
 from fedapp.core.sums import capped_sums
 from fedapp.errors import BadRequest, hyperparameters, named_values
@@ -36,7 +36,6 @@ from fedapp.method import (
     Sums,
 )
 from fedapp.models import is_own
-from fedapp.transport import selection
 from fedapp.transport.secure import Released
 from strategies.base import FedStrategy
 
@@ -272,7 +271,7 @@ class PostHoc(FedStrategy):
     def answers_to(self, query: Query, kind: str, payload: Payload) -> Iterator[tuple[Reply, Arrays]]:
         """Query all clients; yield each reply without its arrays, and the arrays by their names without the prefix."""
         for reply in query(kind, payload):
-            yield dataclasses.replace(reply, arrays={}), selection.under(self.answers[kind], reply.arrays)
+            yield dataclasses.replace(reply, arrays={}), names.under(self.answers[kind], reply.arrays)
 
     def believed(
         self, answers: Iterable[tuple[Reply, Arrays]], samples: Callable[[Arrays], float]
@@ -296,7 +295,7 @@ class PostHoc(FedStrategy):
                 return f"'{name}' was not asked for"
         if prefix is None:
             return super().check(state, reply)
-        return self.check_answer(kind, selection.under(prefix, reply.arrays), reply)
+        return self.check_answer(kind, names.under(prefix, reply.arrays), reply)
 
 
 def mean_accuracy(metrics: Iterable[Mapping[str, Any]]) -> float | None:

@@ -20,8 +20,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from clients.fedfomo import OWN_SLOT, FedFomoClient, FedFomoHParams, wire_name
-from fedapp.method import ALL, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
-from fedapp.transport.boundary import LARGEST
+from fedapp.method import ALL, LARGEST, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 

@@ -29,14 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.fedgh import FedGHClient, FedGHHParams
-from fedapp.core import privacy
+from fedapp.core import names, privacy
 from fedapp.core.classmeans import problem_of
 from fedapp.core.robust import screened_lars
 from fedapp.core.sums import capped_sums
 from fedapp.errors import Impossible
 from fedapp.learning.metrics import tidy
 from fedapp.method import HEAD, NONE, Method, Reply, Scored, ServerContext, ServerState
-from fedapp.transport import selection
 from strategies.base import FedStrategy
 
 NOISED = "noised/"
@@ -129,7 +128,7 @@ class FedGH(FedStrategy):
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse anything but a set of LARs, or with `dp` anything but noised sums and counts."""
         if self.privacy is not None:
-            return self._joint().problem_of(selection.under(NOISED, reply.arrays))
+            return self._joint().problem_of(names.under(NOISED, reply.arrays))
         if any(name.startswith(NOISED) for name in reply.arrays):
             return Impossible("sums with noise were not asked for")
         lar, labels = reply.arrays.get("lar"), reply.arrays.get("labels")
@@ -177,7 +176,7 @@ class FedGH(FedStrategy):
         Means are of at least one image and no longer than an image's representation.
         """
         answers = list(replies)
-        found = [selection.under(NOISED, reply.arrays) for reply in answers]
+        found = [names.under(NOISED, reply.arrays) for reply in answers]
         total: dict[str, Any] = {}
         for arrays in capped_sums(found, [self._joint().length(a) for a in found], self.robust.count_cap):
             total = {n: total.get(n, 0.0) + a for n, a in arrays.items()}

@@ -23,8 +23,7 @@ from clients.fedkd import FedKDClient, FedKDHParams
 from clients.mutual import prefixed, stripped
 from fedapp.core.lowrank import compress, problem_of, ranks, rebuild
 from fedapp.core.robust import mean_of
-from fedapp.method import NONE, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState
-from fedapp.transport.boundary import LARGEST
+from fedapp.method import LARGEST, NONE, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.fml import FML, shapes_of
 
 

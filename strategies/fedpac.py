@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from clients.fedpac import PAC, FedPACClient, FedPACHParams
 from fedapp.core.collaboration import combination, pooled_means
+from fedapp.core.names import under
 from fedapp.core.pairwise import combine
 from fedapp.method import ALL, Array, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
-from fedapp.transport.selection import under
 from strategies.base import FedStrategy
 from strategies.fedamp import given_weights
 

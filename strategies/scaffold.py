@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
+from fedapp.core import names
 from fedapp.errors import Impossible
 from fedapp.method import ALL, Array, Arrays, Method, Payload, Reply, ServerContext, ServerState, TrainDefaults
-from fedapp.transport import selection
 from strategies.base import FedStrategy
 from strategies.fedavgm import RUNNING_STATISTICS
 
@@ -43,7 +43,7 @@ class Scaffold(FedStrategy):
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse control variates that are not those of the model's trained arrays."""
-        found, wanted = selection.under(CONTROL, reply.arrays), state["control"]
+        found, wanted = names.under(CONTROL, reply.arrays), state["control"]
         if found.keys() != wanted.keys():
             return Impossible(f"'{CONTROL}{min(found.keys() ^ wanted.keys())}' is missing, or was not asked for")
         for name, c in wanted.items():
@@ -54,7 +54,7 @@ class Scaffold(FedStrategy):
 
     def moves(self, state: ServerState, reply: Reply) -> Arrays:
         """Return Delta c_i, which moves c."""
-        return selection.under(CONTROL, reply.arrays)
+        return names.under(CONTROL, reply.arrays)
 
     def weight(self, num_samples: int) -> int:
         """Return the weight of a client in both means."""
@@ -79,7 +79,7 @@ class Scaffold(FedStrategy):
         clients = known | here
         now = sum(clients.values())
         before, moved = sum(state["clients"].values()) / now, sum(here.values()) / now
-        changes = selection.under(CONTROL, mean)
+        changes = names.under(CONTROL, mean)
         return {
             **state,
             "model": {n: self.step(a, mean[n], n) for n, a in x.items()},

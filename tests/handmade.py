@@ -23,11 +23,10 @@ from fedapp.data.transforms import InputSpec, normalise
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import SHORT
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
-from fedapp.models import SplitModel, build_model
+from fedapp.models import SplitModel, build_model, selection
 from fedapp.results.runs import RunResult
 from fedapp.settings import FederationSettings, RobustnessSettings, TrainingSettings
 from fedapp.tasks import simulated
-from fedapp.transport import selection
 from strategies.base import FedStrategy
 
 DIGITS_BYTES = 4 * 38_282

@@ -20,7 +20,7 @@ ROOMS = [
     ("core", "plugins", "sampling"),
     ("data", "models"),
     ("learning",),
-    ("transport",),
+    ("privacy", "transport"),
     ("clients",),
     ("strategies",),
     ("federation", "registry"),

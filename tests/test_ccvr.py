@@ -33,12 +33,12 @@ from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch, batch_slices
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel
+from fedapp.models.selection import extract
 from fedapp.results.predict import read_model
 from fedapp.results.runs import read_run
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import ClientManager
-from fedapp.transport.selection import extract
 from reproduction.figures.models import global_model
 from strategies.ccvr import CCVR, retrain
 from tests import handmade

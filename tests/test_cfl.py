@@ -15,7 +15,8 @@ import fedapp
 from clients.base import FedClient
 from fedapp.learning.task import Task
 from fedapp.method import Arrays, Reply, ServerState
-from fedapp.transport import checkpoint, selection
+from fedapp.models import selection
+from fedapp.transport import checkpoint
 from strategies import fedavg
 from strategies.cfl import CFL, METHOD, CFLHParams, bipartition
 from tests.handmade import (

@@ -12,10 +12,11 @@ import pytest
 
 from fedapp import registry
 from fedapp.cli.listing import NOTES, notes
+from fedapp.core import names
 from fedapp.engines.local import RunResult, run
 from fedapp.method import Reply
 from fedapp.registry import ORDER
-from fedapp.transport import checkpoint, selection
+from fedapp.transport import checkpoint
 from tests.costs import SETTINGS, costs, counted, mixed
 from tests.handmade import deterministic
 from tests.matrix import methods
@@ -127,5 +128,5 @@ def test_averages_recompute_from_the_clients_rows(tiny: Callable[..., RunResult]
 
 
 def test_selection_names_are_whole_components() -> None:
-    assert selection.matches("head.weight", ("head.",))
-    assert not selection.matches("header.weight", ("head.",))
+    assert names.matches("head.weight", ("head.",))
+    assert not names.matches("header.weight", ("head.",))

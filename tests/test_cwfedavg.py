@@ -21,9 +21,9 @@ from fedapp.errors import BadRequest
 from fedapp.learning.task import Task
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
-from fedapp.models import SplitModel, build_model
+from fedapp.models import SplitModel, build_model, selection
 from fedapp.registry import parse_args, resolve
-from fedapp.transport import checkpoint, selection
+from fedapp.transport import checkpoint
 from strategies.cwfedavg import METHOD, CwFedAvg
 from strategies.fedavg import METHOD as FEDAVG
 from tests import handmade

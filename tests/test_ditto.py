@@ -22,8 +22,8 @@ from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
 from fedapp.method import BaseHParams, Payload
 from fedapp.models import SplitModel
+from fedapp.models.selection import everything
 from fedapp.transport import checkpoint
-from fedapp.transport.selection import everything
 from strategies.ditto import METHOD
 from strategies.fedavg import METHOD as FEDAVG
 from tests.handmade import InDouble, equal, model_like, one_batch_task, short, whole

@@ -20,11 +20,11 @@ from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import batched
 from fedapp.learning.state import read_safetensors
 from fedapp.method import ClientInfo, Payload, Reply
-from fedapp.models import build_model
+from fedapp.models import build_model, selection
 from fedapp.results.predict import read_model
 from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated
-from fedapp.transport import checkpoint, selection
+from fedapp.transport import checkpoint
 from tests.closedform import (
     CLIENTS,
     B,

@@ -22,7 +22,8 @@ from fedapp.experiments import compare, recipes
 from fedapp.learning.state import ClientStore
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
-from fedapp.transport import checkpoint, selection
+from fedapp.models import selection
+from fedapp.transport import checkpoint
 from reproduction.ledger import studies
 from strategies.fedamp import METHOD, FedAMP, attention
 from tests.handmade import (

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from fedapp.method import Arrays, Reply, ServerContext, ServerState
 from fedapp.models import MODEL_NAMES, build_model, check_model
+from fedapp.models.selection import float_buffers
 from fedapp.registry import parse_args
 from fedapp.sampling import rng
 from fedapp.transport import checkpoint
-from fedapp.transport.selection import float_buffers
 from strategies.base import weighted_mean
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedavgm import METHOD, RUNNING_STATISTICS, FedAvgM, FedAvgMHParams

@@ -22,10 +22,9 @@ from fedapp.learning.state import read_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import train
 from fedapp.method import ALL, BaseHParams, Payload
-from fedapp.models import SplitModel
+from fedapp.models import SplitModel, selection
 from fedapp.results import report
 from fedapp.results.runs import TUNED_PAIRS
-from fedapp.transport import selection
 from strategies.base import FedStrategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedbabu import METHOD, FedBABU

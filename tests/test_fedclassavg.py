@@ -22,8 +22,8 @@ from fedapp.learning.task import Task
 from fedapp.learning.training import Batch
 from fedapp.method import ALL, HEAD, Arrays, Reply
 from fedapp.models import SplitModel
+from fedapp.models.selection import everything
 from fedapp.registry import parse_args
-from fedapp.transport.selection import everything
 from strategies.fedclassavg import METHOD, FedClassAvg
 from strategies.lgfedavg import METHOD as LGFEDAVG
 from tests.handmade import (

@@ -18,8 +18,7 @@ from fedapp.errors import Impossible
 from fedapp.learning.state import read_safetensors
 from fedapp.learning.training import Batch
 from fedapp.method import BaseHParams, Payload, Reply, ServerState
-from fedapp.models import SplitModel
-from fedapp.transport import selection
+from fedapp.models import SplitModel, selection
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.feddbe import METHOD, FedDBE
 from tests.handmade import (

@@ -19,8 +19,7 @@ from fedapp.config import from_flat
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
 from fedapp.method import BaseHParams, Payload
-from fedapp.models import SplitModel
-from fedapp.transport import selection
+from fedapp.models import SplitModel, selection
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedetf import METHOD
 from tests.handmade import digit_tasks, equal, federate, full_batch, images, one_batch_task, steps_by_hand

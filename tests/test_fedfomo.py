@@ -27,7 +27,8 @@ from clients.fedfomo import (
 from fedapp.data.transforms import normalise
 from fedapp.learning.state import ClientStore
 from fedapp.method import Arrays, Payload, ServerState
-from fedapp.transport import checkpoint, selection
+from fedapp.models import selection
+from fedapp.transport import checkpoint
 from strategies import fedavg
 from strategies.fedfomo import METHOD, FedFomo
 from tests.handmade import (

@@ -22,8 +22,8 @@ from fedapp.learning.state import ClientStore
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
+from fedapp.models.selection import extract, merge, shared_names
 from fedapp.sampling import rng
-from fedapp.transport.selection import extract, merge, shared_names
 from strategies.base import weighted_mean
 from strategies.fedavg import FedAvg
 from strategies.fednh import METHOD, FedNH, move_prototypes

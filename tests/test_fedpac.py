@@ -16,7 +16,7 @@ from fedapp.core.collaboration import class_statistics, collaboration_statistics
 from fedapp.engines.local import RunResult
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload, Reply, ServerState
-from fedapp.transport.selection import everything, extract
+from fedapp.models.selection import everything, extract
 from strategies.fedpac import METHOD, FedPAC
 from tests.handmade import (
     context,

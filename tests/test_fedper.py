@@ -16,8 +16,8 @@ from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore
 from fedapp.method import Payload, Reply
+from fedapp.models.selection import everything
 from fedapp.registry import parse_args
-from fedapp.transport.selection import everything
 from strategies.fedper import METHOD, FedPer
 from tests.handmade import TOY, context, deterministic, digit_tasks, equal, federate, on_toy, toy_task
 

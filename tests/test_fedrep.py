@@ -14,7 +14,7 @@ from clients.fedbabu import FedBABUClient, FedBABUHParams
 from clients.fedrep import FedRepClient, FedRepHParams
 from fedapp.engines.local import RunResult
 from fedapp.method import Payload, Reply
-from fedapp.transport.selection import everything, extract
+from fedapp.models.selection import everything, extract
 from strategies.fedbabu import METHOD as FEDBABU
 from strategies.fedrep import METHOD, FedRep
 from tests.handmade import TOY, context, deterministic, digit_tasks, equal, head_of, model_like, on_toy, toy_task

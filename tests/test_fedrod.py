@@ -20,9 +20,9 @@ from fedapp.learning.state import ClientStore
 from fedapp.learning.training import Batch
 from fedapp.method import Payload
 from fedapp.models import SplitModel
+from fedapp.models.selection import everything, extract
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
-from fedapp.transport.selection import everything, extract
 from strategies.fedrod import METHOD
 from tests.handmade import TOY, cross_entropy, descend, equal, model_like, one_batch_task, pixels, toy_model, toy_task
 

@@ -25,12 +25,12 @@ from fedapp.errors import BadRequest
 from fedapp.learning import evaluation
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Payload
+from fedapp.models import selection
 from fedapp.results import report
 from fedapp.results.directory import RunDirectory
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import harm, over_clients, tally
 from fedapp.tasks import simulated
-from fedapp.transport import selection
 from fedapp.transport.records import Encoder, reply_of
 
 Tiny = Callable[..., RunResult]

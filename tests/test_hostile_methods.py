@@ -18,10 +18,10 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from fedapp.config import from_flat
 from fedapp.core.robust import shortened
 from fedapp.federation import soundness
-from fedapp.method import ClientInfo, Reply, ServerContext
+from fedapp.method import LARGEST, ClientInfo, Reply, ServerContext
 from fedapp.results.runs import RunResult
 from fedapp.transport.agreement import majority
-from fedapp.transport.boundary import BAD, IMPOSSIBLE, LARGE, LARGEST, NARROW, grade
+from fedapp.transport.boundary import BAD, IMPOSSIBLE, LARGE, NARROW, grade
 from fedapp.transport.records import ARRAYS, INFO, METRICS
 from tests.liars import Lie, federate
 from tests.matrix import methods

@@ -19,7 +19,8 @@ from fedapp.data.transforms import normalise
 from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore
 from fedapp.method import Arrays, Payload
-from fedapp.transport import checkpoint, selection
+from fedapp.models import selection
+from fedapp.transport import checkpoint
 from strategies import fedavg
 from strategies.ifca import IFCA, METHOD
 from tests.handmade import (

@@ -23,9 +23,9 @@ from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
 from fedapp.learning.training import Batch
 from fedapp.method import ClientInfo, Payload, Reply, ServerContext, ServerState
-from fedapp.models import build_model
+from fedapp.models import build_model, selection
 from fedapp.tasks import simulated as tasks
-from fedapp.transport import checkpoint, selection
+from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import RoundFailed
 from strategies.ktpfl import METHOD, KTpFL, gradient, mixing, self_scaled
 from tests.handmade import (

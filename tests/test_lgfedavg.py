@@ -14,7 +14,7 @@ from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
 from fedapp.method import Arrays, Payload, Reply
 from fedapp.models import SplitModel
-from fedapp.transport.selection import everything
+from fedapp.models.selection import everything
 from strategies.lgfedavg import METHOD, LGFedAvg, LGFedAvgHParams
 from strategies.local import METHOD as LOCAL
 from tests.handmade import (

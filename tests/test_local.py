@@ -11,7 +11,7 @@ from clients.base import FedClient
 from fedapp.learning.state import ClientStore
 from fedapp.method import BaseHParams, Payload, Reply
 from fedapp.models import SplitModel
-from fedapp.transport.selection import everything
+from fedapp.models.selection import everything
 from strategies.local import METHOD, Standalone
 from tests.handmade import (
     assert_close,

@@ -24,7 +24,7 @@ from fedapp.learning.task import Task
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
 from fedapp.models import SplitModel, build_model
-from fedapp.transport.selection import extract, merge
+from fedapp.models.selection import extract, merge
 from strategies.base import FedStrategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.moon import METHOD

@@ -24,14 +24,13 @@ from fedapp.engines.runner import what_leaves
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.method import ClientInfo
-from fedapp.models import SplitModel, build_model, head_width, own
+from fedapp.models import SplitModel, build_model, head_width, own, selection
 from fedapp.results import predict
 from fedapp.results.loading import load
 from fedapp.server_app import Run, buildable
 from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node, try_own
-from fedapp.transport import selection
 from tests import own_nets
 from tests.handmade import digit_tasks
 from tests.matrix import methods

@@ -21,10 +21,10 @@ from fedapp.errors import BadRequest
 from fedapp.experiments import tables
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Method, Payload, Reply
+from fedapp.models import selection
 from fedapp.results import report
 from fedapp.results.runs import UNADJUSTED
 from fedapp.tasks import simulated
-from fedapp.transport import selection
 from tests.handmade import deterministic, one_batch_task
 
 Tiny = Callable[..., RunResult]

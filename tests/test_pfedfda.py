@@ -18,8 +18,7 @@ from fedapp.core.gaussian import pack, unpack
 from fedapp.core.sums import FeatureSums, discriminant, nearest_mean, second_moments
 from fedapp.engines.local import RunResult
 from fedapp.method import Payload, Reply
-from fedapp.models import build_model
-from fedapp.transport import selection
+from fedapp.models import build_model, selection
 from strategies.pfedfda import METHOD, PFedFDA
 from tests import handmade
 from tests.test_core_gaussian import CLIENTS

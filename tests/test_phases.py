@@ -21,7 +21,7 @@ from fedapp.learning.task import Task
 from fedapp.learning.training import Batch, Phase, TrainReport, trained_alone
 from fedapp.method import BaseHParams, Payload
 from fedapp.models import SplitModel
-from fedapp.transport.selection import everything, extract
+from fedapp.models.selection import everything, extract
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.local import METHOD as LOCAL
 from tests.handmade import (

@@ -350,7 +350,7 @@ def test_a_method_that_forgets_the_noise_sends_nothing(
     tiny: Tiny, no_page: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = lambda *args: {n: np.zeros(s) for n, s in Joint(10, 64).shapes.items()}  # noqa: E731
-    monkeypatch.setattr("clients.noised.release", exact)
+    monkeypatch.setattr("fedapp.privacy.statistics.release", exact)
     with pytest.raises(RoundFailed, match="without noise: nothing is sent"):
         tiny(**{**EXAMPLE, "method": "fedncm"})
 

@@ -17,12 +17,14 @@ from clients.base import FedClient
 from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
 from fedapp import sampling
 from fedapp.config import from_flat
+from fedapp.core import names
 from fedapp.engines.local import RunResult
 from fedapp.errors import Impossible
 from fedapp.learning.state import ClientStore, Expected, read_safetensors
 from fedapp.learning.training import TrainReport, batch_slices
 from fedapp.method import BaseHParams, Payload, Reply, ServerState
-from fedapp.transport import checkpoint, selection
+from fedapp.models import selection
+from fedapp.transport import checkpoint
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.scaffold import METHOD, Scaffold
 from tests.handmade import context, digit_tasks, digits_context, equal, federate, images, one_batch_task, reply
@@ -232,7 +234,7 @@ def test_a_reply_that_does_not_count_never_happened(tmp_path: Path) -> None:
         store = ClientStore(tmp_path / "f" / str(task.client), "scaffold", "ab", expected=Expected(known[task.client]))
         client = ScaffoldClient(task, METHOD, hparams, store)
         client.restore(5, sent)
-        own.append(selection.under(CONTROL, client.own))
+        own.append(names.under(CONTROL, client.own))
         later = ScaffoldClient(task, METHOD, hparams, ClientStore(store.folder, "scaffold", "cd", warm_start=True))
         later.restore(1, sent)
         assert not later.own and later.stored is not None
@@ -308,7 +310,7 @@ def test_without_steps_nothing_changes() -> None:
     arrays = selection.everything(model)
     sent = Payload(common={**arrays, **{CONTROL + n: np.ones_like(a) for n, a in arrays.items()}})
     found, _, _ = client.train_round(sent, 1)
-    assert all(not a.any() for a in selection.under(CONTROL, found).values()) and not client.own
+    assert all(not a.any() for a in names.under(CONTROL, found).values()) and not client.own
     assert equal({n: found[n] for n in arrays}, arrays)
     assert client.reference(sent).keys() == arrays.keys()
 

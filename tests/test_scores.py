@@ -21,10 +21,10 @@ from fedapp.experiments import compare
 from fedapp.learning.evaluation import evaluate
 from fedapp.learning.metrics import client_row, summarise
 from fedapp.learning.state import read_safetensors
+from fedapp.models import selection
 from fedapp.results.directory import accuracy_summary
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
-from fedapp.transport import selection
 from fedapp.transport.client_manager import RoundFailed
 
 Tiny = Callable[..., RunResult]

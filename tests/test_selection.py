@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from fedapp.core import names
 from fedapp.method import ALL, Payload
-from fedapp.models import SplitModel, build_model
-from fedapp.transport import selection
+from fedapp.models import SplitModel, build_model, selection
 
 
 class Normed(nn.Module):
@@ -38,7 +38,7 @@ class Normed(nn.Module):
     ],
 )
 def test_prefixes_are_whole_components(name: str, prefixes: tuple[str, ...], found: bool) -> None:
-    assert selection.matches(name, prefixes) is found
+    assert names.matches(name, prefixes) is found
 
 
 def test_a_trunk_without_arrays_is_allowed_unless_nothing_is_left_to_share() -> None:
@@ -132,9 +132,9 @@ def test_extract_returns_the_named_arrays_in_their_own_dtype() -> None:
 
 def test_several_models_in_one_payload_come_back_in_numeric_order() -> None:
     one, two, plain = (np.zeros(k) for k in (1, 2, 3))
-    arrays = {selection.numbered("x/", 10, "a/b"): one, "x/2/head.bias": two, "x/2/a": one, "features.0": plain}
+    arrays = {names.numbered("x/", 10, "a/b"): one, "x/2/head.bias": two, "x/2/a": one, "features.0": plain}
     assert "x/10/a/b" in arrays
-    found, models = selection.split_numbered("x/", Payload(arrays))
+    found, models = names.split_numbered("x/", Payload(arrays))
     assert list(found.all()) == ["features.0"] and found.arrays["features.0"] is plain
     assert [list(m) for m in models] == [["head.bias", "a"], ["a/b"]]
     assert models[0]["head.bias"] is two and models[1]["a/b"] is one
@@ -143,8 +143,8 @@ def test_several_models_in_one_payload_come_back_in_numeric_order() -> None:
 def test_what_is_no_model_array_is_taken_out_of_a_payload() -> None:
     a, b, c, d = (np.zeros(k) for k in (1, 2, 3, 4))
     payload = Payload({"x/head.bias": a, "head.x/": b}, {"x/one": c, "x.": d}, {"round": 3})
-    rest, found = selection.split(payload, "x/")
+    rest, found = names.split(payload, "x/")
     assert rest.arrays == {"head.x/": b} and rest.common == {"x.": d} and rest.scalars == {"round": 3}
     assert list(found) == ["one", "head.bias"] and found["one"] is c and found["head.bias"] is a
     assert len(payload.all()) == 4, "the payload itself stays whole"
-    assert selection.under("x/", payload.arrays) == {"head.bias": a}
+    assert names.under("x/", payload.arrays) == {"head.bias": a}

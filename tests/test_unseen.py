@@ -23,10 +23,10 @@ from fedapp.learning.evaluation import evaluate
 from fedapp.learning.state import read_safetensors
 from fedapp.learning.task import Task
 from fedapp.method import Payload
+from fedapp.models import selection
 from fedapp.results import report
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
-from fedapp.transport import selection
 from tests.matrix import methods
 
 Tiny = Callable[..., RunResult]

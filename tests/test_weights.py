@@ -19,12 +19,11 @@ from fedapp.data.transforms import InputSpec
 from fedapp.engines.local import effective, run
 from fedapp.errors import BadRequest
 from fedapp.method import ClientInfo
-from fedapp.models import build_model, own, weights
+from fedapp.models import build_model, own, selection, weights
 from fedapp.results.loading import load
 from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated
 from fedapp.tasks.node import Node
-from fedapp.transport import selection
 from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.local_grid import LocalGrid
 from tests.handmade import exchange

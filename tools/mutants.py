@@ -37,7 +37,7 @@ import pytest
 
 from tools.mutate import Mutant, mutants
 
-FOLDERS = ("strategies", "clients", "fedapp/core", "fedapp/learning")
+FOLDERS = ("strategies", "clients", "fedapp/core", "fedapp/learning", "fedapp/federation", "fedapp/privacy")
 NAMED = {
     "strategies/base.py": [
         "tests/test_engine.py",
@@ -47,12 +47,15 @@ NAMED = {
     ],
     "strategies/_composition.py": ["tests/test_ccvr.py", "tests/test_fed3r.py", "tests/test_robust.py"],
     "strategies/_sums.py": ["tests/test_fed3r.py"],
-    "strategies/_back.py": ["tests/test_offences.py"],
-    "strategies/_soundness.py": ["tests/test_offences.py"],
+    "fedapp/federation/loop.py": ["tests/test_base.py", "tests/test_engine.py", "tests/test_offences.py"],
+    "fedapp/federation/context.py": ["tests/test_measure.py", "tests/test_engine.py"],
+    "fedapp/federation/rollback.py": ["tests/test_offences.py"],
+    "fedapp/federation/soundness.py": ["tests/test_offences.py"],
     "strategies/_flower.py": ["tests/test_flower_loop.py"],
     "clients/base.py": ["tests/test_engine.py", "tests/test_training.py", "tests/test_phases.py"],
     "clients/_models.py": ["tests/test_fedrod.py", "tests/test_fednh.py", "tests/test_ccvr.py", "tests/test_fedetf.py"],
-    "clients/noised.py": ["tests/test_private_runs.py"],
+    "fedapp/core/names.py": ["tests/test_selection.py"],
+    "fedapp/privacy/statistics.py": ["tests/test_private_runs.py"],
     "fedapp/core/masks.py": ["tests/test_core_secure_sum.py"],
     "fedapp/core/secret_shares.py": ["tests/test_core_secure_sum.py"],
     "fedapp/core/adaptation.py": ["tests/test_pfedfda.py"],

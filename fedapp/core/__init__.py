@@ -12,6 +12,7 @@
 ``lowrank``       low-rank form of named arrays (FedKD)
 ``masks``         whole numbers modulo 2^64 in place of fractions, and random numbers that hide them
 ``mixture``       Gaussians of one class at several clients, pooled or apart (FedGHG)
+``names``         names of arrays: prefixes, and payloads that are split by them
 ``noise``         the discrete Gaussian, drawn exactly
 ``pairwise``      kernels on all models at once: linear combinations, Gram, distance and cosine matrices
 ``privacy``       bounds, the Gaussian mechanism and its accountant

@@ -24,6 +24,7 @@ from fedapp.engines.progress import Bar, Display
 from fedapp.engines.resources import ClientResources
 from fedapp.errors import BadRequest, counted, described, raised
 from fedapp.learning.task import ModelSpec
+from fedapp.models import selection
 from fedapp.results import lines
 from fedapp.results.directory import only_writer
 from fedapp.results.runs import UNADJUSTED, RunResult, read_json
@@ -31,7 +32,6 @@ from fedapp.results.statistics import percent, privacy
 from fedapp.results.terminal import Screen, announce, echo
 from fedapp.tasks import simulated as tasks
 from fedapp.tracking import following
-from fedapp.transport import selection
 from fedapp.transport.virtual import hosts
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from clients.base import FedClient
 from fedapp import plugins, registry
 from fedapp.config import RunConfig
+from fedapp.core import names
 from fedapp.data import datasets, tables
 from fedapp.data.columns import read_npz, samples
 from fedapp.data.moments import Samples
@@ -34,10 +35,9 @@ from fedapp.learning.evaluation import BATCH
 from fedapp.learning.state import StateError, read_safetensors, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Scalar
-from fedapp.models import SplitModel, is_own, own, weights
+from fedapp.models import SplitModel, is_own, own, selection, weights
 from fedapp.models.bounded import Bounded
 from fedapp.tasks import identity
-from fedapp.transport import selection
 
 SCHEMA = 1
 LARGEST = 1 << 26
@@ -292,7 +292,7 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
                 f"{path} was made with other weights than {stored.weights} has (SHA-256): put the former file back"
             )
         model = client.build_model(dataclasses.replace(spec, settings=stored), hparams)
-        lacking = [n for n in lacking if not selection.matches(n, weights.kept(model))]
+        lacking = [n for n in lacking if not names.matches(n, weights.kept(model))]
     if lacking:
         raise BadRequest(
             f"{path} holds only the shared part of {head['method']} ({', '.join(sorted(arrays))[:80]}): "

@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord, Error, Message, Metadata
 from flwr.serverapp import Grid
 
 from fedapp.errors import Impossible
-from fedapp.method import Arrays
+from fedapp.method import LARGEST, Arrays
 from fedapp.transport.packing import pack, unpack
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, Part, reply_of
 
@@ -54,8 +54,8 @@ NAME_MOST, TEXT_MOST, INFO_MOST = 200, 4096, 16
 """Largest lengths of a name and of a text, in characters, and number of facts."""
 COUNT_MOST = 10**9
 """Largest sample count, class id or class count."""
-LARGE, LARGEST = 1e4, 1e8
-"""Largest values: of heads and of means of representations (the default of `max-abs`), and of anything else."""
+LARGE = 1e4
+"""Largest value of heads and of means of representations, the default of `max-abs`; of anything else: `LARGEST`."""
 SECONDS_MOST = 1e7
 FACTS = frozenset(("client", "model", "state", "state-from", "state-binds", "state-lost", CAST))
 """What a reply may state beside numbers."""

@@ -28,14 +28,13 @@ from fedapp.learning.evaluation import batched
 from fedapp.learning.state import StateError, read_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays
-from fedapp.models import SplitModel
+from fedapp.models import SplitModel, selection
 from fedapp.results.analysis import Unavailable, client_arrays, config_of, method_of, server_state
 from fedapp.results.runs import RunResult, read_json
 from fedapp.results.statistics import Ints
 from fedapp.tasks import identity
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.simulated import FederatedData
-from fedapp.transport import selection
 
 PROBE_IMAGES = 600
 """Test images on which clients' models are looked at, drawn by class; the same for all clients and methods."""

@@ -2,8 +2,8 @@
 
 `accuracy` : global accuracy against epsilon of heads from noised statistics, on an extractor that was trained on other
 data. Features are read once for each data set and seed. What the clients release and what the server makes of it is the
-code of a run (`clients.noised`, `core.privacy.noised`, the strategies), so a cell with noise at each client is the
-score of a run with these keys. Noise on the sum: each client adds its share of the variance
+code of a run (`fedapp.privacy.statistics`, `core.privacy.noised`, the strategies), so a cell with noise at each client
+is the score of a run with these keys. Noise on the sum: each client adds its share of the variance
 (`core.secure_sum.noise_share`) and the server adds up what all of them send, as it would be opened to it.
 
 `sgd` : accuracy against epsilon of runs whose clients train by DP-SGD, on digits.
@@ -37,7 +37,6 @@ from numpy.typing import NDArray
 
 from benchmarks import machine
 from benchmarks.pages import markdown, replaced
-from clients import noised as statistics
 from clients.base import FedClient
 from fedapp import registry, sampling
 from fedapp.core import privacy
@@ -49,6 +48,7 @@ from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
 from fedapp.method import Arrays, Payload, Reply, ServerContext
 from fedapp.models import SplitModel, build_model
+from fedapp.privacy import statistics
 from fedapp.results.directory import write_text
 from fedapp.results.statistics import spread
 from fedapp.settings import ModelSettings

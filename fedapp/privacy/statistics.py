@@ -8,22 +8,32 @@ the run gives, and no client trains it. Always all classes are sent; those that 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fedapp.core.gaussian import pack
 from fedapp.core.privacy import BOUND, Joint, Squares, clip_rows
 from fedapp.core.sums import FeatureSums
 from fedapp.lazy import Tensor, torch
+from fedapp.learning.releases import Releaser
+from fedapp.learning.task import Task
 from fedapp.method import Array, Arrays
 
 if TYPE_CHECKING:
-    from clients.base import FedClient
+    from fedapp.models import SplitModel
 
 NAMES = ("count", "sum", "square")
 """Parts of a release, see `Joint.shapes`."""
 
 
-def release(client: FedClient, rows: Iterable[tuple[Tensor, Tensor]], squares: Squares, what: str) -> Arrays:
+class Client(Protocol):
+    """A client with a ledger, its classes and the width of its features."""
+
+    task: Task
+    model: SplitModel
+    releaser: Releaser | None
+
+
+def release(client: Client, rows: Iterable[tuple[Tensor, Tensor]], squares: Squares, what: str) -> Arrays:
     """Return noised counts, sums and second moments of features; the release is booked before.
 
     Parameters

@@ -1,0 +1,45 @@
+"""Names of arrays: which are under a prefix, and how a payload is split by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from fedapp.method import Array, Arrays, Payload
+
+
+def matches(name: str, prefixes: Iterable[str]) -> bool:
+    """Return whether `name` is under one of `prefixes` (whole dotted components: `head.` never matches `header.x`)."""
+    return any(not p or name.startswith(p if p.endswith(".") else p + ".") or name == p for p in prefixes)
+
+
+def numbered(prefix: str, number: int, name: str) -> str:
+    """Return the name of an array of one of several models in a payload: `<prefix><number>/<name>`."""
+    return f"{prefix}{number}/{name}"
+
+
+def under(prefix: str, arrays: Mapping[str, Array]) -> Arrays:
+    """Return the arrays whose names begin with `prefix`, by their names without it."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def split(payload: Payload, prefix: str) -> tuple[Payload, Arrays]:
+    """Split a payload into what is left without the arrays under `prefix`, and those by their names without it.
+
+    A client's `receive` and `reference` take every array of a payload for one of the model. A method that sends others
+    beside it takes them out first.
+    """
+    common, arrays = (
+        {name: array for name, array in part.items() if not name.startswith(prefix)}
+        for part in (payload.common, payload.arrays)
+    )
+    return Payload(arrays, common, payload.scalars), under(prefix, payload.all())
+
+
+def split_numbered(prefix: str, payload: Payload) -> tuple[Payload, list[Arrays]]:
+    """Split a payload into what is left, and the models under `prefix` in numeric order."""
+    rest, found = split(payload, prefix)
+    models: dict[int, Arrays] = {}
+    for name, array in found.items():
+        number, inner = name.split("/", 1)
+        models.setdefault(int(number), {})[inner] = array
+    return rest, [models[number] for number in sorted(models)]

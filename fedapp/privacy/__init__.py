@@ -1,0 +1,1 @@
+"""Statistics with noise, in place of what methods send without `dp`."""
