@@ -33,7 +33,7 @@ from fedapp.core.virtual import virtual_features
 from fedapp.engines.resources import usable_cores
 from fedapp.method import Reply, ServerContext
 from fedapp.models import build_model
-from strategies.base import weighted_mean
+from fedapp.reduce.plain import weighted_mean
 from strategies.cwfedavg import METHOD as CWFEDAVG
 from strategies.cwfedavg import CwFedAvg
 from strategies.fedamp import attention

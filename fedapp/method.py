@@ -199,6 +199,28 @@ class Sums:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """What a server makes of the same arrays of all replies. The kinds stand in `fedapp/reduce/spec.py`."""
+
+    @property
+    def sums(self) -> Sums | None:
+        """How these arrays may be summed before the server sees them; None = it needs those of each client."""
+        return None
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """What can be done against clients that lie in these arrays, see `Method.guards`."""
+        return ()
+
+
+Reductions: TypeAlias = Mapping[str, Mapping[str, Reduction]]
+"""Reductions by exchange (`train` or `query.<kind>`), and in it by a name of the method's choice."""
+
+UNTESTED = ("scaffold",)
+"""Methods whose reductions would permit secure sums: refused until a test of their own shows equal numbers."""
+
+
+@dataclass(frozen=True)
 class Method:
     """One federated method.
 
@@ -224,17 +246,20 @@ class Method:
     resolve : for methods that wrap another one: `resolve(hparams, lookup) -> Method` returns the method to run.
     public_share : share of the training images that is held back from the clients as the public set of a method that
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
+    reduces : what the server reduces in each exchange, or a function of the hyperparameters that gives it; None: the
+        mean of the shared arrays, or, where the strategy has an `aggregate` of its own, nothing.
     per_class : what replies say of single classes: None = nothing; else the hyperparameter that leaves out classes with
         fewer images, "" where there is none.
     columns : numbers of `reply_metrics` that rounds.csv (mean over clients) and clients.csv have a column for.
     metrics : its other numbers. The server refuses a reply with a number that neither names.
     guards : what can be done against clients that lie, or a function of the hyperparameters that gives it: `rules` of
-        `robust` for averages, `own` rule of the method, `count-cap` where sample counts are weights.
+        `robust` for averages, `own` rule of the method, `count-cap` where sample counts are weights. None: it follows
+        from `reduces`.
     count_cap : what `count-cap = auto` is on real nodes, as a multiple of the median.
     votes : whether rules fit the averages of the training; None = where `guards` names them. A method that makes a head
         after the training may have no rule for that, and the training is its base's all the same.
     sum_only : how replies may be summed before the server sees them (`secure-sum`), or a function of the
-        hyperparameters that says so; None = the server needs the reply of each client.
+        hyperparameters that says so. None: it follows from `reduces`.
     private : the values of `dp` for which the method has a form with noise, or a function of the hyperparameters that
         gives them.
     linear : whether logits are the linear head's, on what `head_input` makes of a representation; only such a head can
@@ -263,10 +288,11 @@ class Method:
     queries: tuple[str, ...] = ()
     resolve: Callable[[Any, Callable[[str], Method]], Method] | None = None
     public_share: float = 0.0
+    reduces: Reductions | Callable[[Any], Reductions] | None = None
     per_class: str | None = None
     columns: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
-    guards: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ("rules", "count-cap")
+    guards: tuple[str, ...] | Callable[[Any], tuple[str, ...]] | None = None
     count_cap: float = 10.0
     votes: bool | None = None
     sum_only: Sums | Callable[[Any], Sums | None] | None = None
@@ -283,9 +309,21 @@ class Method:
         """Return the prefixes of the model arrays in replies."""
         return self.shared_prefixes(hparams) if self.up is None else self.up
 
+    def reductions(self, hparams: BaseHParams) -> Reductions:
+        """Return what the server reduces in each exchange; an exchange that is not there brings single replies."""
+        if self.reduces is None:
+            usual: Reductions = self.strategy.usual_reductions()
+            return usual
+        return self.reduces(hparams) if callable(self.reduces) else self.reduces
+
     def guarded_by(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return what can be done against clients that lie, with these hyperparameters."""
-        return self.guards(hparams) if callable(self.guards) else self.guards
+        if self.guards is not None:
+            return self.guards(hparams) if callable(self.guards) else self.guards
+        reductions = self.reductions(hparams)
+        if not reductions:
+            return ("rules", "count-cap")
+        return tuple(dict.fromkeys(g for found in reductions.values() for r in found.values() for g in r.guards))
 
     def votes_on(self, hparams: BaseHParams) -> bool:
         """Return whether rules fit the averages of the training, with these hyperparameters."""
@@ -293,7 +331,10 @@ class Method:
 
     def sums(self, hparams: BaseHParams) -> Sums | None:
         """Return how replies may be summed before the server sees them, with these hyperparameters."""
-        return self.sum_only(hparams) if callable(self.sum_only) else self.sum_only
+        if self.sum_only is not None:
+            return self.sum_only(hparams) if callable(self.sum_only) else self.sum_only
+        found = [r.sums for exchange in self.reductions(hparams).values() for r in exchange.values()]
+        return found[0] if len(found) == 1 and not self.queries and self.id not in UNTESTED else None
 
     def units(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return the values of `dp` for which the method has a form with noise, with these hyperparameters."""

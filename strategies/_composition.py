@@ -36,6 +36,7 @@ from fedapp.method import (
     Sums,
 )
 from fedapp.models import is_own
+from fedapp.reduce.spec import Reduced
 from fedapp.transport.secure import Released
 from strategies.base import FedStrategy
 
@@ -111,6 +112,7 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
         metrics=(*base.columns, *base.metrics, *outer.metrics),
         queries=(*base.queries, *outer.queries),
         columns=(*base.columns, *outer.columns),
+        reduces=base.reductions(inner),
         sum_only=_together(base.sums(inner), outer.sums(settings)),
         guards=outer_guards(outer.guarded_by(settings), base.guarded_by(inner)),
         votes=base.votes_on(inner),
@@ -307,10 +309,8 @@ def mean_accuracy(metrics: Iterable[Mapping[str, Any]]) -> float | None:
 class _Untrained(FedStrategy):
     """Sends the model as it was given, and gets nothing back."""
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Keep the model."""
-        for _ in replies:
-            pass
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
+        """Keep the state."""
         return state
 
 
@@ -322,8 +322,8 @@ NONE = Method(
     client=Untrained,
     shared=ALL,
     up=(),
+    reduces={"train": {}},
     global_model=True,
-    guards=(),
     sum_only=Sums(),
 )
 """The base that trains nothing; it is no method of its own."""

@@ -123,7 +123,8 @@ class FlowerLoop(FedAvg):
             self._refuse_records([] if self._counted else [self._problem])
             return None, None
         counts = [reply.num_samples for reply, _ in good]
-        self._state = self._maths.aggregate_believed(self._state, server_round, (reply for reply, _ in good), counts)
+        replies_believed = self._maths.policy.believed((reply for reply, _ in good), counts)
+        self._state = self._maths.aggregate(self._state, server_round, replies_believed)
         return self._record(), self.train_metrics_aggr_fn([content for _, content in good], self.weighted_by_key)
 
     def configure_evaluate(
@@ -246,6 +247,7 @@ class FlowerLoop(FedAvg):
         """Yield good replies with their content, in the order of client ids; log why another one does not count."""
         assert self._state is not None
         expected = self._shared() if kind == "train" else {}
+        check = self._maths.checker(self._state, kind)
         arrived = []
         for arrival, message in enumerate(replies):
             if message.metadata.src_node_id in self._clients:
@@ -259,9 +261,7 @@ class FlowerLoop(FedAvg):
             try:
                 reply, content = self._reply(message, client, kind, arrival, list(expected))
                 problem = reject(reply.arrays, expected, {"num-examples": reply.num_samples})
-                problem = (
-                    problem or self._undeclared(reply, expected.__contains__) or self._maths.check(self._state, reply)
-                )
+                problem = problem or self.undeclared(reply, expected.__contains__) or check(reply)
             except (KeyError, TypeError, ValueError, OverflowError) as e:
                 problem = str(e)
             if problem:
@@ -302,7 +302,8 @@ class FlowerLoop(FedAvg):
         whole = "features." in self.method.up_prefixes(self.hparams)
         return shapes if whole else dict(self._maths.expected(shapes))
 
-    def _undeclared(self, reply: Reply, shared: Callable[[str], bool]) -> str | None:
+    def undeclared(self, reply: Reply, shared: Callable[[str], bool]) -> str | None:
+        """Return what is wrong with a reply that holds other arrays than those shared and declared, or None."""
         names = [n for n in reply.arrays if not shared(n) and not self.method.allows(n)]
         return f"'{names[0]}' is not an array that {self.method.id} shares" if names else None
 

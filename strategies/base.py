@@ -10,15 +10,16 @@ state, so a checkpoint contains all of it. `self.context`, `self.method` and `se
 | `send(state, server_round, client)`       | for each client that gets a message    | its payload             |
 | `send_each(state, server_round, clients)` | instead of `send`, if it is cheaper    | pairs (client, payload) |
 | `check(state, reply)`                     | for each reply as it arrives           | what is wrong, or None  |
-| `moves(state, reply)`                     | where `max-growth` bounds lengths      | what moves the state    |
 | `further(state, kind)`                    | before sums that hide single replies   | how replies look        |
-| `aggregate(state, server_round, replies)` | once per round                         | the next state          |
+| `update(state, server_round, reduced)`    | once per round                         | the next state          |
 | `global_arrays(state)`                    | after each round                       | the one model, or None  |
 | `finalize(state, query)`                  | once, after the last round             | the final state         |
 | `report(state, final)`                    | once, after the final evaluation       | entries of the summary  |
 | `blend(state, sizes)`                     | when a figure of the run is drawn      | who learns from whom    |
 
-`replies` yields the checked replies one at a time, in the order of the client ids; `aggregate` must read all of them.
+`reduced` holds what the method declares in `Method.reduces` (`fedapp/reduce/spec.py`). A class that defines
+`aggregate(state, server_round, replies)` in place of `update` gets the checked replies one at a time, in the order of
+the client ids, and must read all of them.
 `query` is the only other exchange with clients. `final` holds the clients' last scores.
 
 The state is a nested dict of arrays and plain values. `fedapp/federation/loop.py` calls these functions round by round;
@@ -27,21 +28,19 @@ The state is a nested dict of arrays and plain values. `fedapp/federation/loop.p
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from fedapp.core.averages import RunningMean
 from fedapp.core.privacy import Privacy
-from fedapp.core.robust import UNGUARDED, RobustMean, count_limit, mean_of
-from fedapp.method import Arrays, Blend, Method, Payload, Query, Reply, Scored, ServerContext, ServerState
+from fedapp.core.robust import UNGUARDED, mean_of
+from fedapp.method import Arrays, Blend, Method, Payload, Query, Reductions, Reply, Scored, ServerContext, ServerState
+from fedapp.reduce.plain import weighted_mean
+from fedapp.reduce.reader import USUAL, Policy, Reader, form_problem
+from fedapp.reduce.spec import Reduced
 from fedapp.settings import RobustnessSettings
 from fedapp.transport.clipping import arrays_of
 from fedapp.transport.secure import Released, SecureSums
 from strategies._flower import FlowerLoop
-
-TOGETHER = 8
-"""Number of replies that are added to a mean in one pass."""
 
 
 class FedStrategy(FlowerLoop):
@@ -93,36 +92,31 @@ class FedStrategy(FlowerLoop):
         """Return what is wrong with a reply besides names, shapes and NaN, or None."""
         return None
 
-    def moves(self, state: ServerState, reply: Reply) -> Arrays:
-        """Return what of a reply moves the state as far as it is long, by the names of a model's arrays."""
-        return {}
-
     def further(self, state: ServerState, kind: str) -> Arrays:
         """Return arrays of the names, shapes and dtypes that replies to `kind` hold beside the model's, for sums.
 
         Those of classes (`Sums.rows`) have a row for each of the C classes.
         """
-        return {}
+        form = self.reader.form(kind, state) or {}
+        return {name: array for name, array in form.items() if name not in self.context.initial}
+
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
+        """Return the next state: the shared arrays averaged over the participants, weighted by n_k."""
+        return {**state, "model": reduced.arrays("model")}
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Return the next state: the shared arrays averaged over the participants, weighted by n_k."""
-        return {**state, "model": self.averaged(replies, state["model"])}
+        """Return the next state from the replies of a round: reduce them, then `update`.
+
+        A class that defines this function gets the replies one by one.
+        """
+        reduced = self.reader.reduce("train", replies, state)
+        new = self.update(state, server_round, reduced)
+        reduced.drain()
+        return new
 
     def averaged(self, replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arrays:
         """Return the arrays named in `previous`, which the clients were sent, averaged over replies by `robust`."""
         return weighted_mean(replies, previous, mean_of(previous, self.robust))
-
-    def aggregate_believed(
-        self, state: ServerState, server_round: int, replies: Iterable[Reply], counts: Sequence[float]
-    ) -> ServerState:
-        """Aggregate replies, none with more samples than `robust.count_cap` times the median of `counts`."""
-        limit = count_limit(counts, self.robust.count_cap)
-        if self.privacy is not None:
-            # Every update has the same noise, so equal weights leave the least of it in the mean.
-            limit = 1
-        if limit is not None:
-            replies = (dataclasses.replace(r, num_samples=min(r.num_samples, limit)) for r in replies)
-        return self.aggregate(state, server_round, replies)
 
     def noted(self, state: ServerState, weaker: Mapping[int, str]) -> ServerState:
         """Return an entry of the next state: by rule, in how many rounds it took the place of `robust` for a group.
@@ -178,29 +172,30 @@ class FedStrategy(FlowerLoop):
         size = sum(array.size for array in template.values())
         return Released(self.privacy, self.privacy.bound, size, lambda v, clients: arrays_of(v / clients, template))
 
-    def _checker(self, state: ServerState) -> Callable[[Reply], str | None]:
-        return lambda reply: self._check(state, reply)
+    @classmethod
+    def usual_reductions(cls) -> Reductions:
+        """Return what replies are reduced to where the method does not say it; nothing beside an own `aggregate`."""
+        return {"train": USUAL} if cls.aggregate is FedStrategy.aggregate else {}
 
-    def _check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse arrays that the method did not declare; then let the method check the reply."""
-        prefixes = tuple(self.method.up_prefixes(self.hparams))
-        return self._undeclared(reply, lambda name: name.startswith(prefixes)) or self.check(state, reply)
+    @property
+    def policy(self) -> Policy:
+        """What the run does with all replies."""
+        return Policy(self.robust, self.privacy)
 
+    @property
+    def reader(self) -> Reader:
+        """Reads the replies of this method under the present policy."""
+        return Reader(self.method, self.hparams, self.context, self.policy)
 
-def weighted_mean(
-    replies: Iterable[Reply], previous: Mapping[str, Any], mean: RunningMean | RobustMean | None = None
-) -> Arrays:
-    """Average the arrays named in `previous` over replies, weighted by n_k; without replies return `previous`.
+    def checker(self, state: ServerState, kind: str) -> Callable[[Reply], str | None]:
+        """Return a function that returns what is wrong with a reply to `kind`, or None.
 
-    Replies are added in float32 as they arrive, a few at a time, because every pass reads and writes the mean. Memory
-    is one model and `TOGETHER` replies for any number of clients. Another `mean` than the running one may keep all.
-    """
-    mean = RunningMean() if mean is None else mean
-    waiting: list[tuple[Arrays, float]] = []
-    for reply in replies:
-        waiting.append(({n: reply.arrays[n] for n in previous}, float(reply.num_samples)))
-        if len(waiting) == TOGETHER:
-            mean.add_many(waiting)
-            waiting = []
-    mean.add_many(waiting)
-    return mean.mean() if mean.replies else dict(previous)
+        A form that does not fit what the server reduces is refused; then the method checks the reply.
+        """
+        form = self.reader.form(kind, state)
+
+        def problem(reply: Reply) -> str | None:
+            unfit = None if form is None else form_problem(reply.arrays, form, self.context.initial)
+            return unfit or self.check(state, reply)
+
+        return problem

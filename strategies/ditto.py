@@ -8,7 +8,7 @@ Algorithm 1, server:  w^{t+1} <- sum_{k in S_t} (n_k / sum_{j in S_t} n_j) w_k: 
 from __future__ import annotations
 
 from clients.ditto import DittoClient, DittoHParams
-from fedapp.method import ALL, Method, Sums
+from fedapp.method import ALL, Method
 from strategies.base import FedStrategy
 
 
@@ -25,6 +25,5 @@ METHOD = Method(
     hparams=DittoHParams,
     shared=ALL,
     head="none",
-    sum_only=Sums(),
     global_model=True,
 )

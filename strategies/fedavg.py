@@ -7,7 +7,7 @@ Algorithm 1, server:  w^{t+1} = sum_{k in S_t} (n_k / sum_{j in S_t} n_j) w_k^{t
 from __future__ import annotations
 
 from clients.base import FedClient
-from fedapp.method import ALL, Method, Sums
+from fedapp.method import ALL, Method
 from strategies.base import FedStrategy
 
 
@@ -23,7 +23,6 @@ METHOD = Method(
     client=FedClient,
     shared=ALL,
     head="none",
-    sum_only=Sums(),
     global_model=True,
     deploy_as="received",
     private=("sgd", "client"),

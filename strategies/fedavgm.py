@@ -18,13 +18,12 @@ variance below 0. With beta = 0, dampening 0 and eta = 1 it is FedAvg bit for bi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from pydantic import Field, model_validator
 
 from clients.base import FedClient
-from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, Reply, ServerContext, ServerState, Sums
+from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, ServerContext, ServerState
+from fedapp.reduce.spec import Reduced
 from strategies.base import FedStrategy
 
 RUNNING_STATISTICS = (".running_mean", ".running_var")
@@ -58,9 +57,9 @@ class FedAvgM(FedStrategy):
         """Return w^0 and v = 0 (no arrays yet: the first update creates them)."""
         return {**super().init(context), "velocity": {}}
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Average the replies, then take one step of momentum; without replies nothing moves."""
-        mean = self.averaged(replies, state["model"])
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
+        """Take one step of momentum to the average of the replies; without replies nothing moves."""
+        mean = reduced.arrays("model")
         model: Arrays = {}
         velocity: Arrays = {}
         for name, w in state["model"].items():
@@ -95,7 +94,6 @@ METHOD = Method(
     hparams=FedAvgMHParams,
     shared=ALL,
     head="none",
-    sum_only=Sums(),
     global_model=True,
     deploy_as="received",
     private=("sgd", "client"),

@@ -9,24 +9,22 @@ bit for bit (tested).
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
-
 from clients.fedbabu import BODY, FedBABUClient, FedBABUHParams
-from fedapp.method import ALL, Method, Reply, ServerState, Sums
+from fedapp.method import ALL, Arrays, Method, ServerContext, ServerState
+from fedapp.reduce.spec import Mean, Reduced
 from strategies.base import FedStrategy
 
 
 class FedBABU(FedStrategy):
     """The average of the participants' bodies, under the head of the beginning."""
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Return the state with the new body."""
-        if self.hparams.weights == "uniform":
-            replies = (dataclasses.replace(reply, num_samples=1) for reply in replies)
-        model = state["model"]
-        body = {name: array for name, array in model.items() if name.startswith(BODY)}
-        return {**state, "model": {**model, **self.averaged(replies, body)}}
+        return {**state, "model": {**state["model"], **reduced.arrays("body")}}
+
+
+def _body(context: ServerContext, state: ServerState) -> Arrays:
+    return {name: array for name, array in state["model"].items() if name.startswith(BODY)}
 
 
 METHOD = Method(
@@ -39,7 +37,7 @@ METHOD = Method(
     shared=ALL,
     head="names",
     up=BODY,
-    sum_only=lambda hparams: Sums(hparams.weights),
+    reduces=lambda hparams: {"train": {"body": Mean(_body, hparams.weights)}},
     global_model=True,
     travels="the whole model down, the body up",
     private=("client",),

@@ -13,21 +13,20 @@ same (tested).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from clients.fedclassavg import FedClassAvgClient, FedClassAvgHParams
-from fedapp.method import ALL, HEAD, Method, Payload, Reply, ServerState, Sums, TrainDefaults
+from fedapp.method import ALL, HEAD, Method, Payload, ServerState, TrainDefaults
+from fedapp.reduce.spec import Each, Mean, Reduced
 from strategies.base import FedStrategy
 
 
 class FedClassAvg(FedStrategy):
     """The average of the participants' heads (or whole models), weighted by |D_k|."""
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Return C^{t+1}; the control without federation keeps each participant's own head instead."""
         if self.hparams.share == "none":
-            return {**state, "own": {**state.get("own", {}), **{reply.client: reply.arrays for reply in replies}}}
-        return super().aggregate(state, server_round, replies)  # Eq. 3
+            return {**state, "own": {**state.get("own", {}), **{r.client: r.arrays for r in reduced.each()}}}
+        return super().update(state, server_round, reduced)  # Eq. 3
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return C^t; in the control the client's own last head, and the initial head before its first round."""
@@ -63,11 +62,10 @@ METHOD = Method(
     hparams=FedClassAvgHParams,
     shared=_shared,
     head="names",
-    sum_only=lambda hparams: None if hparams.share == "none" else Sums(),
+    reduces=lambda hparams: {"train": {"own": Each()} if hparams.share == "none" else {"model": Mean()}},
     heterogeneous=True,
     travels="the head, both ways",
     defaults=TrainDefaults(augment="weak"),
-    guards=lambda hparams: () if hparams.share == "none" else ("rules", "count-cap"),
     private=lambda hparams: () if hparams.share == "none" else ("client",),
     warn=_warn,
 )

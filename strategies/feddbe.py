@@ -14,13 +14,11 @@ training and counts. With kappa = 0 and memory = false it is FedAvg bit for bit 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from clients.feddbe import MEAN, FedDBEClient, FedDBEHParams
-from fedapp.errors import Impossible
-from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerState, Sums
+from fedapp.method import ALL, Arrays, Method, Payload, ServerContext, ServerState
+from fedapp.reduce.spec import Mean, Reduced
 from strategies.base import FedStrategy
 
 
@@ -31,30 +29,18 @@ class FedDBE(FedStrategy):
         """Send theta, and z-bar^g as soon as there is one."""
         return Payload(common={**state["model"], **({MEAN: state["mean"]} if "mean" in state else {})})
 
-    def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse a mean that was not asked for or does not have d numbers."""
-        mean, wanted = reply.arrays.get(MEAN), (self.context.width,)
-        if "mean" in state:
-            return None if mean is None else Impossible(f"'{MEAN}' was not asked for")
-        if mean is None or mean.shape != wanted or not np.issubdtype(mean.dtype, np.floating):
-            got = "is missing" if mean is None else f"is {mean.dtype} {mean.shape}"
-            return Impossible(f"'{MEAN}' {got}, expected float32 {wanted}")
-        return None
-
-    def further(self, state: ServerState, kind: str) -> Arrays:
-        """Return z-bar, of the first round."""
-        return {MEAN: np.zeros(self.context.width, np.float32)} if kind == "train" and "mean" not in state else {}
-
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Average theta, and the means where there is no z-bar^g yet; without replies nothing moves."""
-        model = state["model"]
-        asked = {} if "mean" in state else {MEAN: np.zeros(self.context.width, np.float32)}
-        previous = {**model, **asked}
-        found = self.averaged(replies, previous)
-        if all(found[n] is a for n, a in previous.items()):  # `is`: what `averaged` returns without replies
+        if not reduced.clients:
             return state
-        mean = {"mean": found.pop(MEAN)} if asked else {}
-        return {**state, "model": found, **mean}
+        model = dict(reduced.arrays("model"))
+        mean = {"mean": model.pop(MEAN)} if MEAN in model else {}
+        return {**state, "model": model, **mean}
+
+
+def _model_and_mean(context: ServerContext, state: ServerState) -> Arrays:
+    """Return theta, and 0 for z-bar^g where there is none yet."""
+    return {**state["model"], **({} if "mean" in state else {MEAN: np.zeros(context.width, np.float32)})}
 
 
 METHOD = Method(
@@ -66,7 +52,7 @@ METHOD = Method(
     hparams=FedDBEHParams,
     shared=ALL,
     extra_up=(MEAN,),
-    sum_only=Sums(),
+    reduces={"train": {"model": Mean(_model_and_mean)}},
     global_model=True,
     travels="the whole model, both ways; once, the mean representation",
 )

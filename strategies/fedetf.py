@@ -9,7 +9,7 @@ With `etf=false gamma=0` it is FedAvg bit for bit (tested).
 from __future__ import annotations
 
 from clients.fedetf import SCALE, FedETFClient, FedETFHParams
-from fedapp.method import ALL, Method, Sums
+from fedapp.method import ALL, Method
 from strategies.fedavg import FedAvg
 
 
@@ -25,7 +25,6 @@ METHOD = Method(
     client=FedETFClient,
     hparams=FedETFHParams,
     shared=_shared,
-    sum_only=Sums(),
     global_model=True,
     linear=False,
     travels="extractor, projection and scale, both ways",

@@ -14,7 +14,7 @@ does not hold what the update must be added to: it gets the whole mentee (scalar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ import numpy as np
 from clients.fedkd import FedKDClient, FedKDHParams
 from clients.mutual import prefixed, stripped
 from fedapp.core.lowrank import compress, problem_of, ranks, rebuild
-from fedapp.core.robust import mean_of
-from fedapp.method import LARGEST, NONE, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState
-from strategies.fml import FML, shapes_of
+from fedapp.method import LARGEST, NONE, Array, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.reduce.spec import Mean, Reduced, weights_of
+from strategies.fml import FML
 
 
 def energy(hparams: FedKDHParams, finished: int) -> float:
@@ -50,43 +50,50 @@ class FedKD(FML):
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse a reply from which no update of the mentee can be rebuilt."""
-        problem = problem_of(stripped(reply.arrays), shapes_of(state))
-        if problem:
+        of = _no_update(self.context, state)
+        if problem := problem_of(stripped(reply.arrays), _shapes(of)):
             return problem
-        for name, array in self.moves(state, reply).items():
+        with np.errstate(over="ignore", invalid="ignore"):
+            update = _rebuilt(reply.arrays, of)
+        for name, array in update.items():
             # Each factor was bounded by itself, and their product is as large as all of them together.
             if not np.abs(array).max(initial=0) <= LARGEST:
                 return f"'{name}' would hold values of more than {LARGEST:g} when it is rebuilt"
         return None
 
-    def moves(self, state: ServerState, reply: Reply) -> Arrays:
-        """Return the rebuilt update."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return prefixed(rebuild(stripped(reply.arrays), shapes_of(state)))
-
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Rebuild and average the updates, compress the mean, and move the mentee by what the clients will get."""
-        shapes, holders = shapes_of(state), []
-        mean = mean_of({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, self.robust)
-        for reply in replies:
-            mean.add(rebuild(stripped(reply.arrays), shapes), self.weight(reply))
-            if reply.metrics.get("version") == state["version"]:
-                holders.append(reply.client)
-        if not mean.replies:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
+        """Compress the mean update, and move the mentee by what the clients will get."""
+        if not reduced.clients:
             return state
-        update = compress(mean.mean(), energy(self.hparams, server_round - 1))
-        step = rebuild(update, shapes)  # what clients will add, not the exact mean: both must hold the same mentee
+        update = compress(stripped(reduced.arrays("update")), energy(self.hparams, server_round - 1))
+        # What clients will add, not the exact mean: both must hold the same mentee.
+        step = rebuild(update, _shapes(state["small"]))
         small = {name: array + step[name] for name, array in stripped(state["small"]).items()}
         return {
             "small": prefixed(small),
             "update": prefixed(update),
             "version": state["version"] + 1,
-            "holders": holders,
+            "holders": [r.client for r in reduced.clients if r.metrics.get("version") == state["version"]],
         }
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the ranks of the last mean update; arrays that are not named went dense."""
         return {"update_ranks": ranks(stripped(state["update"]))}
+
+
+def _shapes(small: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the mentee's arrays by name."""
+    return {name: array.shape for name, array in stripped(small).items()}
+
+
+def _no_update(context: ServerContext, state: ServerState) -> Arrays:
+    """Return an update of 0."""
+    return {name: np.zeros(array.shape, np.float32) for name, array in state["small"].items()}
+
+
+def _rebuilt(arrays: Arrays, of: Arrays) -> Arrays:
+    """Return g_k of a reply, in the shapes of `of`."""
+    return prefixed(rebuild(stripped(arrays), _shapes(of)))
 
 
 METHOD = Method(
@@ -98,6 +105,7 @@ METHOD = Method(
     hparams=FedKDHParams,
     shared=NONE,
     extra_up=("small/",),
+    reduces=lambda hparams: {"train": {"update": Mean(_no_update, weights_of(hparams.average), _rebuilt)}},
     heterogeneous=True,
     same_width=False,
     metrics=("version",),

@@ -8,7 +8,7 @@ Algorithm 1, server:  W_B <- sum_{j in S_t} (n_j / sum_{i in S_t} n_i) W_Bj:  wh
 from __future__ import annotations
 
 from clients.fedper import FedPerHParams, PrivateClient
-from fedapp.method import Method, Sums
+from fedapp.method import Method
 from strategies.base import FedStrategy
 
 
@@ -29,7 +29,6 @@ METHOD = Method(
     hparams=FedPerHParams,
     shared=_shared,
     head="names",
-    sum_only=Sums(),
     travels="the body, both ways",
     private=("sgd", "client"),
 )

@@ -6,7 +6,7 @@ Reduces to FedAvg, bit for bit, where mu is 0 (tested).
 from __future__ import annotations
 
 from clients.fedprox import FedProxClient, FedProxHParams
-from fedapp.method import ALL, Method, Sums
+from fedapp.method import ALL, Method
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
@@ -18,7 +18,6 @@ METHOD = Method(
     hparams=FedProxHParams,
     shared=ALL,
     head="none",
-    sum_only=Sums(),
     global_model=True,
     deploy_as="received",
     private=("client",),

@@ -9,7 +9,8 @@ Algorithm 1, server:  samples:  phi <- sum_{i in S_t} (n_i / sum_{j in S_t} n_j)
 from __future__ import annotations
 
 from clients.fedrep import BODY, FedRepClient, FedRepHParams
-from fedapp.method import Method, Sums
+from fedapp.method import Method
+from fedapp.reduce.spec import Mean, weights_of
 from strategies.lgfedavg import LGFedAvg
 
 
@@ -26,7 +27,7 @@ METHOD = Method(
     hparams=FedRepHParams,
     shared=BODY,
     head="names",
-    sum_only=lambda hparams: Sums("samples" if hparams.average == "samples" else "uniform"),
+    reduces=lambda hparams: {"train": {"model": Mean(weights=weights_of(hparams.average))}},
     travels="the body, both ways",
     private=("client",),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from clients.fedrod import PERSONAL, FedRoDClient, FedRoDHParams
-from fedapp.method import ALL, Arrays, Method, ServerState, Sums
+from fedapp.method import ALL, Arrays, Method, ServerState
 from strategies.base import FedStrategy
 
 
@@ -35,7 +35,6 @@ METHOD = Method(
     hparams=FedRoDHParams,
     shared=ALL,
     head="names",
-    sum_only=Sums(),
     global_model=True,
     columns=("generic-loss", "personal-loss"),
 )

@@ -9,7 +9,7 @@ Reduces to FedAvg, bit for bit, where lambda and mu are 0 (tested). The local st
 from __future__ import annotations
 
 from clients.feduv import FedUVClient, FedUVHParams
-from fedapp.method import ALL, Method, Sums
+from fedapp.method import ALL, Method
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
@@ -21,7 +21,6 @@ METHOD = Method(
     hparams=FedUVHParams,
     shared=ALL,
     head="none",
-    sum_only=Sums(),
     global_model=True,
     deploy_as="received",
 )

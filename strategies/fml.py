@@ -9,15 +9,11 @@ bit for bit, beside Standalone's private models (tested).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import numpy as np
-
 from clients.fml import FMLClient, FMLHParams
-from clients.mutual import SMALL, build_small, prefixed, small_arrays, stripped
+from clients.mutual import build_small, prefixed, small_arrays
 from fedapp import sampling
-from fedapp.core.robust import mean_of
-from fedapp.method import NONE, Arrays, Method, Payload, Reply, ServerContext, ServerState, Sums
+from fedapp.method import NONE, Arrays, Method, Payload, ServerContext, ServerState
+from fedapp.reduce.spec import Mean, Reduced, weights_of
 from strategies.base import FedStrategy
 
 
@@ -32,11 +28,6 @@ def initial_small(context: ServerContext, hparams: FMLHParams) -> Arrays:
     return small_arrays(small)
 
 
-def shapes_of(state: ServerState) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the small model's arrays by name."""
-    return {name: array.shape for name, array in stripped(state["small"]).items()}
-
-
 class FML(FedStrategy):
     """Averages the small models; the same one goes to every client."""
 
@@ -49,31 +40,14 @@ class FML(FedStrategy):
         """Fork: return the small model, the same for all."""
         return Payload(common=state["small"])
 
-    def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse a reply that does not hold exactly the small model's arrays."""
-        sent, shapes = stripped(reply.arrays), shapes_of(state)
-        if sent.keys() != shapes.keys():
-            names = [SMALL + n for n in sorted(sent.keys() ^ shapes.keys())]
-            return f"the small model's arrays differ: {', '.join(names[:5])}"
-        for name, array in sent.items():
-            if array.shape != shapes[name] or not np.issubdtype(array.dtype, np.floating):
-                return f"'{SMALL}{name}' is {array.dtype} {array.shape}, expected floating point {shapes[name]}"
-        return None
-
-    def further(self, state: ServerState, kind: str) -> Arrays:
-        """Return the small model."""
-        return dict(state["small"]) if kind == "train" else {}
-
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Merge: average the memes; without replies the small model stays."""
-        mean = mean_of(state["small"], self.robust)
-        for reply in replies:
-            mean.add(reply.arrays, self.weight(reply))
-        return {**state, "small": mean.mean()} if mean.replies else state
+        return {**state, "small": reduced.arrays("small")} if reduced.clients else state
 
-    def weight(self, reply: Reply) -> float:
-        """Weight of a reply in the mean."""
-        return float(reply.num_samples) if self.hparams.average == "samples" else 1.0
+
+def _small(context: ServerContext, state: ServerState) -> Arrays:
+    small: Arrays = state["small"]
+    return small
 
 
 METHOD = Method(
@@ -85,7 +59,7 @@ METHOD = Method(
     hparams=FMLHParams,
     shared=NONE,
     extra_up=("small/",),
-    sum_only=lambda hparams: Sums("samples" if hparams.average == "samples" else "uniform"),
+    reduces=lambda hparams: {"train": {"small": Mean(_small, weights_of(hparams.average))}},
     heterogeneous=True,
     same_width=False,
     travels="a small shared model, both ways",

@@ -8,14 +8,13 @@ It starts from random extractors, as in FedGH's paper: different architectures c
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field
 
 from clients.base import FedClient
-from fedapp.method import HEAD, BaseHParams, Method, Reply, ServerState, Sums
+from fedapp.method import HEAD, BaseHParams, Method
+from fedapp.reduce.spec import Mean, weights_of
 from strategies.base import FedStrategy
 
 
@@ -32,12 +31,6 @@ class LGFedAvgHParams(BaseHParams):
 class LGFedAvg(FedStrategy):
     """The average of the participants' heads."""
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Return the state with the new head."""
-        if self.hparams.average == "plain":
-            replies = (dataclasses.replace(reply, num_samples=1) for reply in replies)
-        return super().aggregate(state, server_round, replies)
-
 
 METHOD = Method(
     id="lgfedavg",
@@ -48,7 +41,7 @@ METHOD = Method(
     hparams=LGFedAvgHParams,
     shared=HEAD,
     head="names",
-    sum_only=lambda hparams: Sums("samples" if hparams.average == "samples" else "uniform"),
+    reduces=lambda hparams: {"train": {"model": Mean(weights=weights_of(hparams.average))}},
     heterogeneous=True,
     travels="the head, both ways",
     private=("sgd", "client"),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from clients.base import FedClient
-from fedapp.method import NONE, BaseHParams, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import NONE, BaseHParams, Method, Payload, ServerContext, ServerState
+from fedapp.reduce.spec import Reduced
 from strategies.base import FedStrategy
 
 
@@ -21,10 +20,8 @@ class Standalone(FedStrategy):
         """Return an empty payload: the client goes on with its own model."""
         return Payload()
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Read the replies for their metrics."""
-        for _ in replies:  # replies must be read to the end
-            pass
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
+        """Keep the state."""
         return state
 
 
@@ -40,5 +37,5 @@ METHOD = Method(
     heterogeneous=True,
     same_width=False,
     travels="nothing",
-    guards=(),
+    reduces={"train": {}},
 )

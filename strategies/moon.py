@@ -8,7 +8,7 @@ Reduces to FedAvg, bit for bit, where mu is 0 (tested). The local step is in cli
 from __future__ import annotations
 
 from clients.moon import MoonClient, MoonHParams
-from fedapp.method import ALL, Method, Sums
+from fedapp.method import ALL, Method
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
@@ -20,7 +20,6 @@ METHOD = Method(
     hparams=MoonHParams,
     shared=ALL,
     head="none",
-    sum_only=Sums(),
     global_model=True,
     deploy_as="received",
     private=("client",),

@@ -16,7 +16,7 @@ import numpy as np
 
 from clients.pfedfda import GAUSSIANS, PFedFDAClient, PFedFDAHParams
 from fedapp.core.gaussian import pack, unpack
-from fedapp.method import Arrays, Method, Reply, ServerContext, ServerState, Sums, TrainDefaults
+from fedapp.method import Method, Reply, ServerContext, ServerState, TrainDefaults
 from strategies.base import FedStrategy
 
 
@@ -30,17 +30,8 @@ class PFedFDA(FedStrategy):
         start = {GAUSSIANS + "mean": mean.astype(np.float32), GAUSSIANS + "cov": cov.astype(np.float32)}
         return {**state, "model": {**state["model"], **start}}
 
-    def further(self, state: ServerState, kind: str) -> Arrays:
-        """Return the Gaussians, which are averaged as the body is."""
-        found = {n: a for n, a in state["model"].items() if n.startswith(GAUSSIANS)}
-        return found if kind == "train" else {}
-
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse Gaussians of another shape or with a negative variance."""
-        for name in ("mean", "cov"):
-            array, ours = reply.arrays.get(GAUSSIANS + name), state["model"][GAUSSIANS + name]
-            if array is None or array.shape != ours.shape or array.dtype.kind != "f":
-                return f"'{GAUSSIANS}{name}' must hold floating point numbers of shape {ours.shape}"
+        """Refuse a negative variance."""
         if (np.diag(unpack(reply.arrays[GAUSSIANS + "cov"], self.context.width)) < 0).any():
             return "variances must not be negative"
         return None
@@ -57,7 +48,6 @@ METHOD = Method(
     defaults=TrainDefaults(clip=10.0),
     shared=("features.",),
     extra_up=(GAUSSIANS,),
-    sum_only=Sums(),
     per_class="min_count",
     travels="the body and class Gaussians of one covariance, both ways",
     columns=("beta-mean", "beta-cov"),

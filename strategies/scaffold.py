@@ -15,15 +15,12 @@ weighted by n_k. With `correct=false` too it is FedAvg bit for bit, and so is it
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator
-
 import numpy as np
 
 from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
 from fedapp.core import names
-from fedapp.errors import Impossible
-from fedapp.method import ALL, Array, Arrays, Method, Payload, Reply, ServerContext, ServerState, TrainDefaults
+from fedapp.method import ALL, Array, Arrays, Method, Payload, ServerContext, ServerState, TrainDefaults
+from fedapp.reduce.spec import Mean, Reduced
 from strategies.base import FedStrategy
 from strategies.fedavgm import RUNNING_STATISTICS
 
@@ -41,39 +38,16 @@ class Scaffold(FedStrategy):
         """Send x and c, the same to all."""
         return Payload(common={**state["model"], **{CONTROL + n: c for n, c in state["control"].items()}})
 
-    def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse control variates that are not those of the model's trained arrays."""
-        found, wanted = names.under(CONTROL, reply.arrays), state["control"]
-        if found.keys() != wanted.keys():
-            return Impossible(f"'{CONTROL}{min(found.keys() ^ wanted.keys())}' is missing, or was not asked for")
-        for name, c in wanted.items():
-            if found[name].shape != c.shape or not np.issubdtype(found[name].dtype, np.floating):
-                got = f"{found[name].dtype} {found[name].shape}"
-                return Impossible(f"'{CONTROL}{name}' is {got}, expected float32 {c.shape}")
-        return None
-
-    def moves(self, state: ServerState, reply: Reply) -> Arrays:
-        """Return Delta c_i, which moves c."""
-        return names.under(CONTROL, reply.arrays)
-
     def weight(self, num_samples: int) -> int:
         """Return the weight of a client in both means."""
         return num_samples if self.hparams.weights == "samples" else 1
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Take the global step, and move c by what the participants' c_i moved; without replies nothing moves."""
-        here: dict[int, int] = {}
-
-        def weighted() -> Iterator[Reply]:
-            for reply in replies:
-                here[reply.client] = self.weight(reply.num_samples)
-                yield dataclasses.replace(reply, num_samples=here[reply.client])
-
-        x, control = state["model"], state["control"]
-        still = {CONTROL + n: np.zeros_like(c) for n, c in control.items()}
-        mean = self.averaged(weighted(), {**x, **still})
+        here = {reply.client: self.weight(reply.num_samples) for reply in reduced.clients}
         if not here:
             return state
+        x, control, mean = state["model"], state["control"], reduced.arrays("model")
         # A node may join during a run: its c_i = 0 counts from then on, and c is the mean over more clients.
         known = {c.client: self.weight(c.num_samples) for c in self.context.clients} | state["clients"]
         clients = known | here
@@ -93,6 +67,11 @@ class Scaffold(FedStrategy):
         return mean if eta == 1 or name.endswith(RUNNING_STATISTICS) else (1 - eta) * x + eta * mean
 
 
+def _model_and_changes(context: ServerContext, state: ServerState) -> Arrays:
+    """Return x, and 0 for Delta c_i."""
+    return {**state["model"], **{CONTROL + n: np.zeros_like(c) for n, c in state["control"].items()}}
+
+
 METHOD = Method(
     id="scaffold",
     title="SCAFFOLD",
@@ -103,6 +82,7 @@ METHOD = Method(
     shared=ALL,
     head="none",
     extra_up=(CONTROL,),
+    reduces=lambda hparams: {"train": {"model": Mean(_model_and_changes, hparams.weights)}},
     global_model=True,
     deploy_as="received",
     travels="the whole model and a control variate, both ways",

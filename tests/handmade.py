@@ -20,6 +20,7 @@ from fedapp import sampling
 from fedapp.core.robust import UNGUARDED
 from fedapp.data import datasets
 from fedapp.data.transforms import InputSpec, normalise
+from fedapp.federation.loop import RoundLoop
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import SHORT
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
@@ -75,6 +76,11 @@ def context(
         initial_from=draw,
         rng=lambda purpose, *numbers: sampling.rng(seed, purpose, *numbers),
     )
+
+
+def refusal(strategy: FedStrategy, state: ServerState, sent: Reply) -> str | None:
+    """What is wrong with a reply, as a run finds it."""
+    return RoundLoop(strategy).checker(state, sent.kind)(sent)
 
 
 def random_model(rng: np.random.Generator, scale: float = 1.0) -> Arrays:
@@ -289,8 +295,8 @@ def federate(
                     Payload(arrays=sent.all(), scalars=sent.scalars), server_round
                 )
                 replies.append(Reply(task.client, n, arrays, metrics))
-                problem = strategy._check(state, replies[-1])
-                assert problem is None, problem
+                wrong = refusal(strategy, state, replies[-1])
+                assert wrong is None, wrong
         state = strategy.aggregate(state, server_round, iter(replies))
     scores = {}
     for task in tasks:

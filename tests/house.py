@@ -18,7 +18,7 @@ ROOMS = [
     ("errors", "lazy", "method"),
     ("files", "process", "settings"),
     ("core", "plugins", "sampling"),
-    ("data", "models"),
+    ("data", "models", "reduce"),
     ("learning",),
     ("privacy", "transport"),
     ("clients",),

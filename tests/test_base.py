@@ -16,7 +16,8 @@ from fedapp.core.averages import RunningMean
 from fedapp.federation.loop import Callbacks, RoundLoop
 from fedapp.learning.state import ClientStore, DamagedError
 from fedapp.method import BaseHParams, Payload, Reply
-from strategies.base import FedStrategy, weighted_mean
+from fedapp.reduce.plain import weighted_mean
+from strategies.base import FedStrategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.lgfedavg import METHOD as LGFEDAVG
 from tests.handmade import context, head_of, images, model_like, one_batch_task, point, whole

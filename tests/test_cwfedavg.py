@@ -27,7 +27,7 @@ from fedapp.transport import checkpoint
 from strategies.cwfedavg import METHOD, CwFedAvg
 from strategies.fedavg import METHOD as FEDAVG
 from tests import handmade
-from tests.handmade import short
+from tests.handmade import refusal, short
 
 # Three clients, three classes, two features.
 N = [100, 60, 40]
@@ -146,7 +146,7 @@ def test_empirical_distributions() -> None:
     server = strategy(dist="empirical")
     start = server.init(context(toy_head(np.ones((3, 2)), np.zeros(3)), 3))
     replies = [toy_reply(i, distribution=p[i].astype(np.float32)) for i in range(3)]
-    assert all(server._check({}, r) is None for r in replies)
+    assert all(refusal(server, {}, r) is None for r in replies)
     replies[0].arrays["distribution"] *= np.float32(1.005)  # only its shares count
     state = server.aggregate(start, 1, iter(replies))
     q = [[0.888889, 0.25, 0], [0, 0.625, 0.333333], [0.111111, 0.125, 0.666667]]
@@ -499,21 +499,21 @@ def test_replies_that_say_nothing_about_classes_are_refused() -> None:
     server, _ = toy(0, 1, 2)
     zero = toy_reply(0)
     zero.arrays["head.weight"] = np.zeros((3, 2), np.float32)
-    assert "zero" in str(server._check({}, zero))
-    assert server._check({}, toy_reply(0)) is None
+    assert "zero" in str(refusal(server, {}, zero))
+    assert refusal(server, {}, toy_reply(0)) is None
 
 
 def test_a_distribution_travels_only_where_it_was_asked_for() -> None:
     p = np.array([0.2, 0.3, 0.5], np.float32)
     server, _ = toy(0, 1, 2)
-    assert "distribution" in str(server._check({}, toy_reply(0, distribution=p)))
+    assert "distribution" in str(refusal(server, {}, toy_reply(0, distribution=p)))
     asked = strategy(dist="empirical")
     asked.init(context(toy_head(np.ones((3, 2)), np.zeros(3)), 3))
-    assert asked._check({}, toy_reply(0, distribution=p)) is None
-    assert "missing" in str(asked._check({}, toy_reply(0)))
-    assert asked._check({}, toy_reply(0, distribution=p * 1.009)) is None, "rounded to half precision, for example"
+    assert refusal(asked, {}, toy_reply(0, distribution=p)) is None
+    assert "missing" in str(refusal(asked, {}, toy_reply(0)))
+    assert refusal(asked, {}, toy_reply(0, distribution=p * 1.009)) is None, "rounded to half precision, for example"
     for bad in (p * 2, p * 0.5, p * 1.015, np.array([-0.5, 0.5, 1.0], np.float32), p[:2], p[:, None]):
-        assert "shares" in str(asked._check({}, toy_reply(0, distribution=bad)))
+        assert "shares" in str(refusal(asked, {}, toy_reply(0, distribution=bad)))
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

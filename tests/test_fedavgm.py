@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from fedapp.method import Arrays, Reply, ServerContext, ServerState
 from fedapp.models import MODEL_NAMES, build_model, check_model
 from fedapp.models.selection import float_buffers
+from fedapp.reduce.plain import weighted_mean
 from fedapp.registry import parse_args
 from fedapp.sampling import rng
 from fedapp.transport import checkpoint
-from strategies.base import weighted_mean
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedavgm import METHOD, RUNNING_STATISTICS, FedAvgM, FedAvgMHParams
 from tests.handmade import (

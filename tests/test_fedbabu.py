@@ -107,10 +107,10 @@ class Whole(FedBABUClient):
 
 def test_with_all_trained_and_sent_it_is_fedavg_bit_for_bit() -> None:
     class Server(FedBABU):
-        aggregate = FedStrategy.aggregate
+        update = FedStrategy.update
 
     tasks = digit_tasks(3, epochs=1)
-    whole = dataclasses.replace(METHOD, client=Whole, strategy=Server, up=ALL)
+    whole = dataclasses.replace(METHOD, client=Whole, strategy=Server, up=ALL, reduces=None)
     plain = federate(FEDAVG, BaseHParams(), tasks, 2)[1]
     assert equal(federate(whole, FedBABUHParams(), tasks, 2)[1]["model"], plain["model"])
     assert not equal(federate(METHOD, FedBABUHParams(), tasks, 2)[1]["model"], plain["model"])

@@ -28,6 +28,7 @@ from strategies.fedclassavg import METHOD, FedClassAvg
 from strategies.lgfedavg import METHOD as LGFEDAVG
 from tests.handmade import (
     assert_close,
+    context,
     cross_entropy,
     descend,
     digit_tasks,
@@ -258,6 +259,7 @@ def test_the_control_sends_each_client_its_own_last_head() -> None:
     """The common initial head before a client's first round; a client that sat out keeps the head of its last one."""
     initial, one, two, three = ({"head.bias": np.full(3, v, np.float32)} for v in (0.0, 1.0, 2.0, 3.0))
     control = FedClassAvg(METHOD, FedClassAvgHParams(share="none"))
+    control.context = context(initial)
     first = {"model": initial}
     assert all(control.send(first, 1, k).common["head.bias"] is initial["head.bias"] for k in (0, 1))
     unread = iter(replies((0, one, 30), (2, two, 10)))
@@ -286,6 +288,7 @@ def test_heads_are_averaged_over_the_participants_data() -> None:
     two = make([[0.4, -0.1], [-0.2, 0.7], [0.0, 0.2]], [0.05, 0.05, -0.05])
     three = make([[0.0, 0.3], [0.6, -0.4], [0.2, 0.5]], [0.3, -0.3, 0.0])
     strategy = FedClassAvg(METHOD, FedClassAvgHParams())
+    strategy.context = context(two)
     state = {"model": two}
     everyone = strategy.aggregate(state, 1, replies((0, one, 30), (1, two, 10), (2, three, 20)))["model"]
     np.testing.assert_allclose(

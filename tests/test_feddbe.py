@@ -29,6 +29,7 @@ from tests.handmade import (
     full_batch,
     images,
     one_batch_task,
+    refusal,
     reply,
     steps_by_hand,
 )
@@ -188,13 +189,14 @@ def test_the_mean_is_taken_once_weighted_by_samples() -> None:
 )
 def test_replies_that_do_not_fit_are_refused(mean: Any, reason: str) -> None:
     server, state = strategy()
-    assert server.check(state, told(0, 5, 1, 2)) is None
-    wrong = told(0, 5) if mean is None else reply(0, 5, {MEAN: mean})
-    problem = server.check(state, wrong)
+    assert refusal(server, state, told(0, 5, 1, 2)) is None
+    wrong = told(0, 5)
+    wrong.arrays |= {} if mean is None else {MEAN: mean}
+    problem = refusal(server, state, wrong)
     assert isinstance(problem, Impossible) and reason in problem
     second = server.aggregate(state, 1, iter([told(0, 5, 1, 2)]))
-    assert server.check(second, told(0, 5)) is None
-    problem = server.check(second, told(0, 5, 1, 2))
+    assert refusal(server, second, told(0, 5)) is None
+    problem = refusal(server, second, told(0, 5, 1, 2))
     assert isinstance(problem, Impossible) and "was not asked for" in problem
 
 

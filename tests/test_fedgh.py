@@ -27,7 +27,7 @@ from fedapp.transport import checkpoint
 from fedapp.transport.records import reject
 from strategies.fedgh import METHOD, FedGH, LARs, batches, header_step
 from tests import handmade
-from tests.handmade import short
+from tests.handmade import refusal, short
 
 # Two clients with hand-made features, d = 2, three classes.
 LAR_0 = ([[0.9, 0.2], [0.2, 1.0]], [0, 1])
@@ -340,7 +340,7 @@ def test_an_undeclared_array_is_refused() -> None:
     bad = reply(0, *LAR_0)
     for name in ("counts", "head.weight", "features.fc1.weight"):
         bad.arrays = {**reply(0, *LAR_0).arrays, name: np.zeros(3, np.float32)}
-        assert name in str(server._check({}, bad))
+        assert name in str(refusal(server, {}, bad))
 
 
 def test_a_reply_without_classes_is_fine_and_skipped() -> None:

@@ -25,7 +25,7 @@ from strategies.fedgh import METHOD as FEDGH
 from strategies.fedgh import FedGH, header_step
 from strategies.fedghg import METHOD, FedGHG
 from tests import handmade
-from tests.handmade import guard
+from tests.handmade import guard, refusal
 from tests.test_ccvr import asker, calibrate, server
 from tests.test_core_gaussian import worked
 from tests.test_fedgh import context, head, head_payload, task
@@ -54,7 +54,7 @@ def strategy(robust: RobustnessSettings | None = None, seed: int = 0, **hparams:
 def after(made: FedGHG, cov: str = "diag", counts: bool = False, clients: Any = CLIENTS) -> ServerState:
     state = made.init(made.context)
     replies = [reply(k, of, cov, counts) for k, of in enumerate(clients)]
-    assert [made._check(state, r) for r in replies] == [None] * len(replies)
+    assert [refusal(made, state, r) for r in replies] == [None] * len(replies)
     return made.aggregate(state, 1, iter(replies))
 
 
@@ -301,9 +301,9 @@ def test_bad_replies_are_refused(change: dict[str, Any], words: str) -> None:
     made = strategy(weights="count")
     state = made.init(made.context)
     good = reply(0, CLIENTS[0], counts=True)
-    assert made._check(state, good) is None
+    assert refusal(made, state, good) is None
     arrays = {n: a for n, a in {**good.arrays, **change}.items() if a is not None}
-    problem = made._check(state, replace(good, arrays=arrays))
+    problem = refusal(made, state, replace(good, arrays=arrays))
     assert words in str(problem) and isinstance(problem, Impossible) != (words == "negative")
     full = strategy(cov="full")
     given = reply(0, CLIENTS[0], "full").arrays
@@ -352,7 +352,7 @@ def test_nothing_sent_leaves_the_header_and_one_class_is_enough() -> None:
     state = made.init(made.context)
     empty = reply(0, ClassMoments(3, 2))
     empty.arrays["cov"] = np.zeros((0, 2), np.float32)
-    assert made._check(state, replace(empty, num_samples=5)) is None
+    assert refusal(made, state, replace(empty, num_samples=5)) is None
     for replies in ([], [empty]):
         stays = made.aggregate(state, 1, iter(replies))
         assert handmade.equal(stays["model"], state["model"]) and np.isnan(stays["between"][0])

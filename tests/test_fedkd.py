@@ -25,9 +25,8 @@ from fedapp.learning.training import epoch_batches
 from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
-from strategies.fedkd import METHOD, FedKD, energy
-from strategies.fml import shapes_of
-from tests.handmade import clipped_by_hand
+from strategies.fedkd import METHOD, FedKD, _shapes, energy
+from tests.handmade import clipped_by_hand, refusal
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss"]
 Z_L = torch.tensor([[2, 0.5, -1], [0.3, 0.2, 0.1]])
@@ -149,12 +148,12 @@ def test_server_and_clients_hold_the_same_mentee(tmp_path: Path) -> None:
             payload = server.send(state, server_round, k)
             made = client(k, tmp_path, model="digits-a" if k % 2 else "digits-b")
             reply = train(made, payload, server_round)
-            assert server.check(state, reply) is None
+            assert refusal(server, state, reply) is None
             held, sent = made.base(), stripped(state["small"])
             assert all(np.array_equal(held[n], sent[n]) for n in sent), f"client {k} in round {server_round}"
             trained[k] = small_arrays(made.small)
             exact = {n: trained[k][n] - held[n] for n in held}
-            kept = rebuild(stripped(reply.arrays), shapes_of(state))
+            kept = rebuild(stripped(reply.arrays), _shapes(state["small"]))
             for n in exact:
                 lost = np.square(kept[n] - exact[n]).sum()
                 assert (
@@ -162,11 +161,11 @@ def test_server_and_clients_hold_the_same_mentee(tmp_path: Path) -> None:
                 )
             replies.append(reply)
         mean = {
-            n: np.mean([rebuild(stripped(r.arrays), shapes_of(state))[n] for r in replies], axis=0)
-            for n in shapes_of(state)
+            n: np.mean([rebuild(stripped(r.arrays), _shapes(state["small"]))[n] for r in replies], axis=0)
+            for n in _shapes(state["small"])
         }
         new = server.aggregate(state, server_round, iter(replies))
-        expected = rebuild(compress(mean, energy(server.hparams, server_round - 1)), shapes_of(state))
+        expected = rebuild(compress(mean, energy(server.hparams, server_round - 1)), _shapes(state["small"]))
         for n, before in stripped(state["small"]).items():
             np.testing.assert_allclose(stripped(new["small"])[n] - before, expected[n], atol=1e-4)
         assert new["holders"] == ids and new["version"] == server_round
@@ -312,7 +311,7 @@ def test_bad_replies_are_refused(name: str, tmp_path: Path) -> None:
     factors = {"head.weight/u": np.ones((10, 1)), "head.weight/s": np.ones(1), "head.weight/v": np.ones((1, 64))}
     arrays = {n: a for n, a in small_arrays(small).items() if n != "head.weight"}
     good = prefixed({**arrays, **{n: f.astype(np.float32) for n, f in factors.items()}})
-    assert server.check(state, Reply(0, 5, good, {})) is None
+    assert refusal(server, state, Reply(0, 5, good, {})) is None
     bad = {n: a for n, a in good.items() if n != f"small/{name}"}
-    assert name.split("/")[0] in str(server.check(state, Reply(0, 5, bad, {})))
-    assert "no array" in str(server.check(state, Reply(0, 5, {**good, "small/other": np.ones(1)}, {})))
+    assert name.split("/")[0] in str(refusal(server, state, Reply(0, 5, bad, {})))
+    assert "no array" in str(refusal(server, state, Reply(0, 5, {**good, "small/other": np.ones(1)}, {})))

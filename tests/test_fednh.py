@@ -23,8 +23,8 @@ from fedapp.learning.task import ModelSpec, Task
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
 from fedapp.models.selection import extract, merge, shared_names
+from fedapp.reduce.plain import weighted_mean
 from fedapp.sampling import rng
-from strategies.base import weighted_mean
 from strategies.fedavg import FedAvg
 from strategies.fednh import METHOD, FedNH, move_prototypes
 from tests.handmade import full_batch, images, short, steps_by_hand

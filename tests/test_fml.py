@@ -26,7 +26,7 @@ from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from strategies.fml import FML, METHOD
-from tests.handmade import clipped_by_hand
+from tests.handmade import clipped_by_hand, refusal
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss"]
 Z_L = torch.tensor([[2, 0.5, -1], [0.3, 0.2, 0.1]])
@@ -128,7 +128,7 @@ def test_merge_is_the_mean_over_participants(average: str) -> None:
     sent = [{n: rng.normal(size=a.shape).astype(np.float32) for n, a in state["small"].items()} for _ in range(3)]
     counts = [2, 3, 7]
     replies = [reply(k, arrays, n) for k, (arrays, n) in enumerate(zip(sent, counts, strict=True))]
-    assert all(server.check(state, r) is None for r in replies)
+    assert all(refusal(server, state, r) is None for r in replies)
     kept = {n: a.copy() for n, a in state["small"].items()}
     new = server.aggregate(state, 1, iter(replies))
     weights = counts if average == "samples" else [1, 1, 1]
@@ -200,7 +200,7 @@ def test_unknown_and_unfit_small_models_are_bad_requests() -> None:
 def test_bad_replies_are_refused(what: str) -> None:
     server, state = strategy()
     arrays = dict(state["small"])
-    assert server.check(state, reply(0, arrays)) is None
+    assert refusal(server, state, reply(0, arrays)) is None
     name = "small/head.bias"
     if what == "missing":
         del arrays[name]
@@ -211,9 +211,9 @@ def test_bad_replies_are_refused(what: str) -> None:
         arrays[name] = arrays[name][:3]
     else:
         arrays[name] = arrays[name].astype(np.int32)
-    assert name in str(server.check(state, reply(0, arrays)))
+    assert name in str(refusal(server, state, reply(0, arrays)))
     names = sorted(state["small"])
-    assert ", ".join(names[:5]) in str(server.check(state, reply(0, {})))
+    assert ", ".join(names[:5]) in str(refusal(server, state, reply(0, {})))
 
 
 def test_a_payload_without_the_small_model_is_an_error() -> None:

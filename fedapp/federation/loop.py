@@ -224,9 +224,9 @@ class RoundLoop(WayBack):
         expected = strategy.expected({name: array.shape for name, array in strategy.context.initial.items()})
         initial, growth = strategy.context.initial, robust.max_growth
         limit = growth * (1 + soundness.longest(state, initial)) if growth else math.inf
-        check = strategy._checker(state)
+        check = self.checker(state, "train")
         if growth and strategy.secure is None:  # the length of every reply takes a pass over it
-            check = soundness.bounded(check, initial, limit, lambda reply: strategy.moves(state, reply))
+            check = soundness.bounded(check, initial, limit, strategy.reader.moves(state))
         replies = self._asked(manager, "train", server_round, payloads, expected, state, check, result, control)
         good = _recorded(replies, result)
         if robust.rules or self.gone_back:
@@ -246,12 +246,18 @@ class RoundLoop(WayBack):
                     server_round,
                 )
         sizes = [manager.infos[c].num_samples for c in self._taking_part(manager)] if robust.count_cap else []
-        new = strategy.aggregate_believed(state, server_round, good, sizes)
+        new = strategy.aggregate(state, server_round, strategy.policy.believed(good, sizes))
         for _ in replies:
             raise RuntimeError(f"{type(strategy).__name__}.aggregate left replies unread: it must read all of them")
         manager.require(result.traffic, server_round)
         result.void = soundness.flaw(new, initial, strategy.records, limit) or ""
         return new, result
+
+    def checker(self, state: ServerState, kind: str) -> Callable[[Reply], str | None]:
+        """Return the strategy's check of a reply to `kind`; arrays that the method did not declare are refused too."""
+        strategy = self.strategy
+        prefixes, check = tuple(strategy.method.up_prefixes(strategy.hparams)), strategy.checker(state, kind)
+        return lambda reply: strategy.undeclared(reply, lambda name: name.startswith(prefixes)) or check(reply)
 
     def _asked(
         self,
@@ -318,7 +324,7 @@ class RoundLoop(WayBack):
             result = RoundResult(stage, server_round)
             payloads = ((c, payload) for c in self._taking_part(manager))
             control = {"round": server_round + 1, **back}
-            check = self.strategy._checker(state)
+            check = self.checker(state, stage)
             replies = self._asked(manager, stage, server_round, payloads, {}, state, check, result, control)
             yield from _recorded(replies, result)
             result.seconds = result.traffic.seconds
