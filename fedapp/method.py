@@ -187,7 +187,7 @@ class Sums:
 
     Attributes
     ----------
-    weights : what arrays are averaged by: `samples`, n_k, or `uniform`, all alike.
+    weights : what arrays are averaged by: `samples`, n_k, or `uniform`, all alike; empty where none are.
     totals : prefixes of arrays that are not averaged but add up: sums over samples.
     rows : name of an array with one row for each class in `labels`, averaged class by class over the clients that have
         it, by `counts` where they are sent; empty = there is none.
@@ -334,7 +334,11 @@ class Method:
         if self.sum_only is not None:
             return self.sum_only(hparams) if callable(self.sum_only) else self.sum_only
         found = [r.sums for exchange in self.reductions(hparams).values() for r in exchange.values()]
-        return found[0] if len(found) == 1 and not self.queries and self.id not in UNTESTED else None
+        sums = [s for s in found if s is not None]
+        if not found or len(sums) < len(found) or self.queries or self.id in UNTESTED:
+            return None
+        weights = "".join(s.weights for s in sums) or "samples"
+        return Sums(weights, tuple(n for s in sums for n in s.totals), "".join(s.rows for s in sums))
 
     def units(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return the values of `dp` for which the method has a form with noise, with these hyperparameters."""

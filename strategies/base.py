@@ -35,7 +35,7 @@ from fedapp.core.privacy import Privacy
 from fedapp.core.robust import UNGUARDED, mean_of
 from fedapp.method import Arrays, Blend, Method, Payload, Query, Reductions, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.plain import weighted_mean
-from fedapp.reduce.reader import USUAL, Policy, Reader, form_problem
+from fedapp.reduce.reader import USUAL, Policy, Reader
 from fedapp.reduce.spec import Reduced
 from fedapp.settings import RobustnessSettings
 from fedapp.transport.clipping import arrays_of
@@ -112,7 +112,8 @@ class FedStrategy(FlowerLoop):
         reduced = self.reader.reduce("train", replies, state)
         new = self.update(state, server_round, reduced)
         reduced.drain()
-        return new
+        noted = self.noted(state, reduced.weaker)
+        return {**new, **noted} if noted else new
 
     def averaged(self, replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arrays:
         """Return the arrays named in `previous`, which the clients were sent, averaged over replies by `robust`."""
@@ -192,10 +193,5 @@ class FedStrategy(FlowerLoop):
 
         A form that does not fit what the server reduces is refused; then the method checks the reply.
         """
-        form = self.reader.form(kind, state)
-
-        def problem(reply: Reply) -> str | None:
-            unfit = None if form is None else form_problem(reply.arrays, form, self.context.initial)
-            return unfit or self.check(state, reply)
-
-        return problem
+        unfit = self.reader.checker(kind, state)
+        return lambda reply: unfit(reply) or self.check(state, reply)

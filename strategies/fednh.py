@@ -16,15 +16,12 @@ Server, over the participants S_t:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
 from clients.fednh import COUNT, PROTO_SUM, FedNHClient, FedNHHParams
-from fedapp.core.robust import class_means, mean_of
-from fedapp.errors import Impossible
-from fedapp.method import ALL, Array, Arrays, Method, Reply, ServerState, Sums, TrainDefaults
+from fedapp.method import ALL, Array, Arrays, Method, Reductions, Reply, ServerContext, ServerState, TrainDefaults
+from fedapp.reduce.spec import ClassMean, Mean, Reduced
 from strategies.base import FedStrategy
 
 SHORTEST = 1e-6
@@ -34,50 +31,18 @@ SHORTEST = 1e-6
 class FedNH(FedStrategy):
     """Averages extractors, and moves prototypes towards the classes' mean directions."""
 
-    def further(self, state: ServerState, kind: str) -> Arrays:
-        """Return sums and counts of all classes."""
-        if kind != "train":
-            return {}
-        head = state["model"]["head.weight"]
-        return {PROTO_SUM: np.zeros(head.shape, np.float32), COUNT: np.zeros(len(head), np.int64)}
-
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Average theta and s, and move W; without `robust`, sums run as replies arrive."""
-        model = state["model"]
-        trained = [name for name in model if not name.startswith("head.")]
-        mean = mean_of({name: model[name] for name in trained}, self.robust)
-        proto_sum = np.zeros(model["head.weight"].shape)
-        count = np.zeros(len(proto_sum), dtype=np.int64)
-        directions = []
-        for reply in replies:
-            weight = 1.0 if self.hparams.weights == "uniform" else float(reply.num_samples)
-            mean.add({name: reply.arrays[name] for name in trained}, weight)
-            if self.robust.active:
-                held = np.flatnonzero(reply.arrays[COUNT])
-                n = reply.arrays[COUNT][held]
-                directions.append((held, reply.arrays[PROTO_SUM][held].astype(np.float64) / n[:, None], n))
-                continue
-            proto_sum += reply.arrays[PROTO_SUM]
-            count += reply.arrays[COUNT]
-        if mean.replies == 0:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
+        """Take theta and s, and move W."""
+        if not reduced.clients:
             return state
-        noted: ServerState = {}
-        if self.robust.active:
-            found = class_means(directions, model["head.weight"], self.robust)  # mu_c, class by class
-            proto_sum, count, noted = found.values, found.sent.astype(np.int64), self.noted(state, found.weaker)
-        prototypes = move_prototypes(model["head.weight"], proto_sum, count, self.hparams.rho)
-        return {**state, "model": {**model, **mean.mean(), "head.weight": prototypes}, **noted}
+        model, mu = state["model"], reduced.classes("directions")
+        prototypes = move_prototypes(model["head.weight"], mu.values, mu.seen.astype(np.int64), self.hparams.rho)
+        return {**state, "model": {**model, **reduced.arrays("trained"), "head.weight": prototypes}}
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse class sums that do not fit their counts."""
-        proto_sum, count = reply.arrays.get(PROTO_SUM), reply.arrays.get(COUNT)
-        shape = (self.context.num_classes, self.context.width)
-        if proto_sum is None or count is None:
-            return f"'{PROTO_SUM}' or '{COUNT}' is missing"
-        if proto_sum.shape != shape or count.shape != shape[:1]:
-            got = f"'{PROTO_SUM}' has shape {proto_sum.shape} and '{COUNT}' {count.shape}"
-            return Impossible(f"{got}, expected {shape} and {shape[:1]}")
-        if not np.issubdtype(count.dtype, np.integer) or (count < 0).any() or count.sum() != reply.num_samples:
+        proto_sum, count = reply.arrays[PROTO_SUM], reply.arrays[COUNT]
+        if (count < 0).any() or count.sum() != reply.num_samples:
             return f"'{COUNT}' must hold whole numbers that add up to num-examples = {reply.num_samples}"
         # One percent of tolerance for half precision on the wire.
         if (np.linalg.norm(proto_sum, axis=1) > 1.01 * count).any():
@@ -111,6 +76,16 @@ def move_prototypes(w: Array, proto_sum: NDArray[np.float64], count: Array, rho:
     return new
 
 
+def _reductions(hparams: FedNHHParams) -> Reductions:
+    """Return the mean of theta and s, and mu."""
+    directions = ClassMean(PROTO_SUM, lambda context, state: state["model"]["head.weight"], COUNT, summed=True)
+    return {"train": {"trained": Mean(_trained, hparams.weights), "directions": directions}}
+
+
+def _trained(context: ServerContext, state: ServerState) -> Arrays:
+    return {name: array for name, array in state["model"].items() if not name.startswith("head.")}
+
+
 METHOD = Method(
     id="fednh",
     title="FedNH",
@@ -121,7 +96,7 @@ METHOD = Method(
     shared=(*ALL, "scale"),
     up=("features.", "scale"),
     extra_up=(PROTO_SUM, COUNT),
-    sum_only=lambda hparams: Sums(hparams.weights, totals=(PROTO_SUM, COUNT)),
+    reduces=_reductions,
     per_class="",
     global_model=True,
     deploy_as="received",

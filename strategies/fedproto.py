@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from clients.fedproto import FedProtoClient, FedProtoHParams
-from fedapp.core.classmeans import problem_of
-from fedapp.core.robust import class_means
-from fedapp.method import NONE, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState, Sums
+from fedapp.method import NONE, Method, Payload, Reductions, Reply, Scored, ServerContext, ServerState
+from fedapp.reduce.spec import ClassMean, Reduced
 from strategies.base import FedStrategy
 
 
@@ -50,53 +49,16 @@ class FedProto(FedStrategy):
         labels = np.flatnonzero(known).astype(np.int32)
         return Payload(arrays={"protos": state["protos"][labels], "labels": labels})
 
-    def further(self, state: ServerState, kind: str) -> Arrays:
-        """Return prototypes of all classes, as a client that has all of them sends."""
-        labels = np.zeros(len(state["protos"]), np.int32)
-        counts = {"counts": labels} if self.hparams.average == "count" else {}
-        return {"protos": state["protos"], "labels": labels, **counts}
-
-    def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse malformed prototypes, and counts that are missing, not asked for, or not positive."""
-        labels, counts = reply.arrays.get("labels"), reply.arrays.get("counts")
-        problem = problem_of(reply.arrays.get("protos"), labels, self.context.width, self.context.num_classes)
-        if problem or labels is None:
-            return problem
-        if (counts is not None) != (self.hparams.average == "count"):
-            return f"counts are {'missing' if counts is None else 'not asked for'} with average={self.hparams.average}"
-        if counts is not None and (counts.shape != labels.shape or counts.dtype.kind not in "iu" or (counts < 1).any()):
-            return "counts must hold one positive whole number per class"
-        if counts is not None and counts.sum() > reply.num_samples:
-            return f"counts of {counts.sum()} samples from a client of {reply.num_samples}"
-        return None
-
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Average class by class over the clients that sent it."""
-        sums = np.zeros(state["protos"].shape)
-        weights = np.zeros(len(sums))
-        owned, nearest = dict(state["owned"]), dict(state["nearest"])
-        rows = []
-        for reply in replies:
-            labels = reply.arrays["labels"]
-            weight = reply.arrays["counts"] if self.hparams.average == "count" else np.ones(len(labels))
-            if self.robust.active:
-                rows.append((labels, reply.arrays["protos"], weight))
-            else:
-                # A check made sure that no label comes twice: fancy indexing would add only one of its rows.
-                sums[labels] += weight[:, None] * reply.arrays["protos"].astype(np.float64)  # Eq. 6 without 1 / |N_j|
-                weights[labels] += weight
-            if not reply.members:
-                owned[reply.client] = np.sort(labels).astype(np.int32)
-            nearest |= nearest_of(reply.singles)
-        sent = weights > 0
-        protos = state["protos"].copy()
-        protos[sent] = sums[sent] / weights[sent, None]
-        noted: ServerState = {}
-        if self.robust.active:
-            found = class_means(rows, state["protos"], self.robust)
-            sent, noted = found.sent, self.noted(state, found.weaker)
-            protos[sent] = found.values[sent]
-        return {"protos": protos, "known": state["known"] | sent, "owned": owned, "nearest": nearest, **noted}
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
+        """Take the mean of every class that somebody sent (Eq. 6 without 1 / |N_j|)."""
+        mean, protos = reduced.classes("protos"), state["protos"].copy()
+        protos[mean.seen] = mean.values[mean.seen]
+        return {
+            "protos": protos,
+            "known": state["known"] | mean.seen,
+            "owned": {**state["owned"], **mean.owned},
+            "nearest": {**state["nearest"], **nearest_of(reduced.clients)},
+        }
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the mean accuracy of nearest-prototype prediction, as each client last measured it."""
@@ -107,10 +69,18 @@ class FedProto(FedStrategy):
 def nearest_of(replies: Iterable[Reply]) -> dict[int, list[int]]:
     """Return by client how many test images the nearest prototype classified correctly, of how many."""
     return {
-        reply.client: [int(reply.metrics[f"prototype-{n}"]) for n in ("correct", "total")]
+        single.client: [int(single.metrics[f"prototype-{n}"]) for n in ("correct", "total")]
         for reply in replies
-        if "prototype-total" in reply.metrics
+        for single in reply.singles
+        if "prototype-total" in single.metrics
     }
+
+
+def _reductions(hparams: FedProtoHParams) -> Reductions:
+    """Return the mean of every class; with `down=own` the server must know which classes each client has."""
+    counts = "counts" if hparams.average == "count" else ""
+    mean = ClassMean("protos", lambda context, state: state["protos"], counts, named=hparams.down == "own")
+    return {"train": {"protos": mean}}
 
 
 METHOD = Method(
@@ -122,8 +92,7 @@ METHOD = Method(
     hparams=FedProtoHParams,
     shared=NONE,
     extra_up=("protos", "labels", "counts"),
-    # With down=own the server must know which classes each client has.
-    sum_only=lambda hparams: Sums(rows="protos") if hparams.down == "all" else None,
+    reduces=_reductions,
     per_class="",
     heterogeneous=True,
     metrics=("prototype-correct", "prototype-total"),

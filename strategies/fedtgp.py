@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.fedtgp import FedTGPClient, FedTGPHParams
+from fedapp.core.classmeans import problem_of
 from fedapp.core.prototypes import contrastive, margin, outputs
 from fedapp.core.robust import screened_lars
 from fedapp.lazy import Tensor, torch
@@ -53,6 +54,11 @@ class FedTGP(FedProto):
         layers = {n: rng.uniform(-1, 1, shape) / np.sqrt(d) for n, shape in shapes.items()}
         net = {"vectors": rng.standard_normal((context.num_classes, d)), **layers}
         return {**state, "net": net, "margin": np.zeros(0), "loss": np.zeros(0)}
+
+    def check(self, state: ServerState, reply: Reply) -> str | None:
+        """Refuse anything but one class mean for each of some classes."""
+        protos, labels = reply.arrays.get("protos"), reply.arrays.get("labels")
+        return problem_of(protos, labels, self.context.width, self.context.num_classes)
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Train the prototypes on the class means of the round; without any they stay."""

@@ -307,9 +307,11 @@ def test_bad_replies_are_refused(change: dict[str, Any], words: str) -> None:
     assert words in str(problem) and isinstance(problem, Impossible) != (words == "negative")
     full = strategy(cov="full")
     given = reply(0, CLIENTS[0], "full").arrays
-    assert full._check(state, Reply(0, 5, {**given, "cov": np.array([[1, -3, 1], [1, 0, 1]], np.float32)}, {})) is None
+    assert (
+        refusal(full, state, Reply(0, 5, {**given, "cov": np.array([[1, -3, 1], [1, 0, 1]], np.float32)}, {})) is None
+    )
     bad = {**given, "cov": np.array([[1, -3, 1], [1, 0, -1]], np.float32)}
-    assert "negative" in str(full._check(state, Reply(0, 5, bad, {})))
+    assert "negative" in str(refusal(full, state, Reply(0, 5, bad, {})))
 
 
 def test_one_liar_is_screened() -> None:

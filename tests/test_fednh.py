@@ -27,7 +27,7 @@ from fedapp.reduce.plain import weighted_mean
 from fedapp.sampling import rng
 from strategies.fedavg import FedAvg
 from strategies.fednh import METHOD, FedNH, move_prototypes
-from tests.handmade import full_batch, images, short, steps_by_hand
+from tests.handmade import full_batch, images, refusal, short, steps_by_hand
 
 INPUTS = InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,))
 SPEC = ModelSpec("digits-a", 5, (1, 8, 8), 3)
@@ -156,7 +156,7 @@ def test_rho_one_run_equals_fedavg_on_the_prototype_model(tmp_path: Path, monkey
         "fraction_train": 0.5,
     }
     fednh = run(method="fednh", out=tmp_path / "a", **settings).rounds
-    plain = dataclasses.replace(METHOD, strategy=FedAvg, up=None, extra_up=())
+    plain = dataclasses.replace(METHOD, strategy=FedAvg, up=None, extra_up=(), reduces=None)
     monkeypatch.setattr(FedNHClient, "after_training", lambda self, payload: {})
     monkeypatch.setattr("fedapp.registry.get", lambda name: plain)
     from fedapp import registry
@@ -199,11 +199,11 @@ def test_without_replies_nothing_moves() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({PROTO_SUM: np.zeros((5, 3), np.float32)}, "shape"),
-        ({COUNT: np.array([3, 0, 2, 0], np.int32)}, "shape"),
+        ({PROTO_SUM: np.zeros((5, 3), np.float32)}, "is float32 (5, 3)"),
+        ({COUNT: np.array([3, 0, 2, 0], np.int32)}, "is int32 (4,)"),
         ({COUNT: np.array([3, 0, 1, 0, 0], np.int32)}, "add up"),
         ({COUNT: np.array([6, 0, -1, 0, 0], np.int32)}, "add up"),
-        ({COUNT: np.array([3.0, 0, 2, 0, 0], np.float32)}, "whole numbers"),
+        ({COUNT: np.array([3.0, 0, 2, 0, 0], np.float32)}, "is float32 (5,)"),
         ({PROTO_SUM: np.full((5, WIDTH), 1.0, np.float32)}, "longer than 1"),
         ({PROTO_SUM: np.diag([4.5, 0, 2, 0, 0])[:, :1] + np.zeros((5, WIDTH), np.float32)}, "longer than 1"),
         ({PROTO_SUM: np.pad(np.diag([3.1, 0, 2, 0, 0]), ((0, 0), (0, WIDTH - 5)))}, "longer than 1"),
@@ -211,12 +211,12 @@ def test_without_replies_nothing_moves() -> None:
     ],
 )
 def test_replies_that_do_not_fit_are_refused(change: Arrays, reason: str) -> None:
-    fed, _ = strategy()
+    fed, state = strategy()
     reply = random_reply(0, [3, 0, 2, 0, 0], 1)
-    assert fed.check({}, reply) is None
+    assert refusal(fed, state, reply) is None
     reply.arrays.update(change)
     reply.arrays = {n: a for n, a in reply.arrays.items() if a is not None}
-    assert reason in (fed.check({}, reply) or "")
+    assert reason in (refusal(fed, state, reply) or "")
 
 
 # ---- the client ------------------------------------------------------------------------------------------------------

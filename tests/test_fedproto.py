@@ -25,7 +25,7 @@ from fedapp.models import build_model
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from strategies.fedproto import METHOD, FedProto
-from tests.handmade import full_batch, images, participants, steps_by_hand
+from tests.handmade import full_batch, images, participants, refusal, steps_by_hand
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
 
@@ -53,7 +53,7 @@ WORKED = [({0: [0.9, 0.2], 1: [0.2, 1.0]}, [2, 3]), ({1: [0.4, 0.6], 2: [0.6, 0.
 def test_worked_averages(average: str, expected: list[list[float]]) -> None:
     server, state = strategy(average=average)
     replies = [reply(k, rows, counts if average == "count" else None) for k, (rows, counts) in enumerate(WORKED)]
-    assert all(server.check({}, r) is None for r in replies)
+    assert all(refusal(server, {}, r) is None for r in replies)
     np.testing.assert_allclose(server.aggregate(state, 1, iter(replies))["protos"], expected, atol=1e-7)
 
 
@@ -160,14 +160,14 @@ def test_state_survives_a_checkpoint(tmp_path: Any) -> None:
         ({"protos": np.zeros((2, 3), np.float32)}, "shape"),
         ({"labels": np.array([0, 3], np.int32)}, "expected 0 .. 2"),
         ({"labels": np.array([1, 1], np.int32)}, "twice"),
-        ({"counts": np.array([1, 2], np.int32)}, "not asked for"),
+        ({"counts": np.array([1, 2], np.int32)}, "'counts' was not asked for"),
     ],
 )
 def test_bad_replies_are_refused(change: dict[str, np.ndarray], words: str) -> None:
     server, _ = strategy()
     bad = reply(0, {0: [1, 2], 1: [3, 4]})
     bad.arrays.update(change)
-    assert words in str(server.check({}, bad))
+    assert words in str(refusal(server, {}, bad))
 
 
 def test_nearest_prototype_scores_are_remembered_and_averaged_over_clients() -> None:
@@ -184,14 +184,14 @@ def test_nearest_prototype_scores_are_remembered_and_averaged_over_clients() -> 
 
 def test_counts_are_checked() -> None:
     server, _ = strategy(average="count")
-    assert "positive" in str(server.check({}, reply(0, {0: [1, 2], 1: [1, 2]}, [1, 0])))
-    assert "positive" in str(server.check({}, reply(0, {0: [1, 2]}, [1, 1])))
+    assert "positive" in str(refusal(server, {}, reply(0, {0: [1, 2], 1: [1, 2]}, [1, 0])))
+    assert "positive" in str(refusal(server, {}, reply(0, {0: [1, 2]}, [1, 1])))
     fractions = reply(0, {0: [1, 2]}, [1])
     fractions.arrays["counts"] = np.ones(1, np.float32)
-    assert "positive" in str(server.check({}, fractions))
-    assert "missing" in str(server.check({}, reply(0, {0: [1, 2]})))
-    assert "positive" in str(server.check({}, reply(0, {0: [1, 2]}, [0])))
-    assert server.check({}, reply(0, {0: [1, 2]}, [1])) is None
+    assert "positive" in str(refusal(server, {}, fractions))
+    assert "missing" in str(refusal(server, {}, reply(0, {0: [1, 2]})))
+    assert "positive" in str(refusal(server, {}, reply(0, {0: [1, 2]}, [0])))
+    assert refusal(server, {}, reply(0, {0: [1, 2]}, [1])) is None
 
 
 def client(**hparams: Any) -> FedProtoClient:

@@ -19,7 +19,7 @@ from fedapp.settings import RobustnessSettings
 from fedapp.transport import checkpoint
 from strategies.fedtgp import METHOD, FedTGP
 from tests import handmade
-from tests.handmade import guard
+from tests.handmade import guard, refusal
 from tests.test_fedproto import COLUMNS, WORKED
 from tests.test_fedproto import strategy as fedproto
 
@@ -46,7 +46,7 @@ def strategy(classes: int = 3, width: int = 2, robust: RobustnessSettings | None
 def after(made: FedTGP, *rounds: Sequence[Reply]) -> ServerState:
     state = made.init(made.context)
     for number, replies in enumerate(rounds, 1):
-        assert all(made._check(state, r) is None for r in replies)
+        assert all(refusal(made, state, r) is None for r in replies)
         state = made.aggregate(state, number, iter(replies))
     return state
 
@@ -242,5 +242,5 @@ def test_counts_are_refused_and_bad_rows_too() -> None:
     made = strategy()
     state = made.init(made.context)
     bad = reply(0, {0: [1, 2]})
-    assert "counts" in str(made._check(state, Reply(0, 5, {**bad.arrays, "counts": np.ones(1, "i4")}, {})))
-    assert "expected 0 .. 2" in str(made._check(state, reply(0, {3: [1, 2]})))
+    assert "counts" in str(refusal(made, state, Reply(0, 5, {**bad.arrays, "counts": np.ones(1, "i4")}, {})))
+    assert "expected 0 .. 2" in str(refusal(made, state, reply(0, {3: [1, 2]})))

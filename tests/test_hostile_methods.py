@@ -23,6 +23,7 @@ from fedapp.results.runs import RunResult
 from fedapp.transport.agreement import majority
 from fedapp.transport.boundary import BAD, IMPOSSIBLE, LARGE, NARROW, grade
 from fedapp.transport.records import ARRAYS, INFO, METRICS
+from tests.handmade import refusal
 from tests.liars import Lie, federate
 from tests.matrix import methods
 from tests.test_hostile import Bits, Change, answer, both, final_bits, metric, put, without
@@ -77,7 +78,7 @@ CASES: dict[str, tuple[str, Reply, str, str]] = {
 @pytest.mark.parametrize("what", CASES)
 def test_a_methods_own_check_has_grades(what: str) -> None:
     method, sent, verdict, words = CASES[what]
-    problem = strategy(method).check({}, sent)
+    problem = refusal(strategy(method), {}, sent)
     assert problem is not None and words in problem and grade(problem) == verdict, problem
 
 
@@ -293,7 +294,7 @@ def test_prototypes_are_of_no_more_samples_than_the_client_has() -> None:
     made, rows = strategy("fedproto", "average=count"), np.ones((2, D), np.float32)
     for last, refused in ((16, False), (17, True)):
         sent = reply(protos=rows, labels=np.array([1, 2]), counts=np.array([4, last]))
-        assert (made.check({}, sent) == f"counts of {4 + last} samples from a client of 20") == refused
+        assert (refusal(made, {}, sent) == f"counts of {4 + last} samples from a client of 20") == refused
 
 
 def test_class_means_of_honest_clients_stay_as_they_are() -> None:

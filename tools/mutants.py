@@ -37,7 +37,15 @@ import pytest
 
 from tools.mutate import Mutant, mutants
 
-FOLDERS = ("strategies", "clients", "fedapp/core", "fedapp/learning", "fedapp/federation", "fedapp/privacy")
+FOLDERS = (
+    "strategies",
+    "clients",
+    "fedapp/core",
+    "fedapp/learning",
+    "fedapp/federation",
+    "fedapp/privacy",
+    "fedapp/reduce",
+)
 NAMED = {
     "strategies/base.py": [
         "tests/test_engine.py",
@@ -55,6 +63,10 @@ NAMED = {
     "clients/base.py": ["tests/test_engine.py", "tests/test_training.py", "tests/test_phases.py"],
     "clients/_models.py": ["tests/test_fedrod.py", "tests/test_fednh.py", "tests/test_ccvr.py", "tests/test_fedetf.py"],
     "fedapp/core/names.py": ["tests/test_selection.py"],
+    "fedapp/reduce/spec.py": ["tests/test_reduce.py", "tests/test_fedproto.py", "tests/test_scaffold.py"],
+    "fedapp/reduce/plain.py": ["tests/test_reduce.py", "tests/test_fedproto.py"],
+    "fedapp/reduce/robust.py": ["tests/test_reduce.py", "tests/test_robust.py"],
+    "fedapp/reduce/reader.py": ["tests/test_reduce.py", "tests/test_scaffold.py", "tests/test_count_cap.py"],
     "fedapp/privacy/statistics.py": ["tests/test_private_runs.py"],
     "fedapp/core/masks.py": ["tests/test_core_secure_sum.py"],
     "fedapp/core/secret_shares.py": ["tests/test_core_secure_sum.py"],

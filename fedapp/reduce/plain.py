@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from fedapp.core.averages import RunningMean
 from fedapp.core.robust import RobustMean
 from fedapp.method import Array, Arrays, Reply
-from fedapp.reduce.spec import Mean
+from fedapp.reduce.spec import LABELS, ClassMean, ClassMeans, Float64, Mean
+
+Labels: TypeAlias = npt.NDArray[np.integer[Any]]
 
 TOGETHER = 8
 """Number of replies that are added to a mean in one pass."""
@@ -36,6 +42,11 @@ class MeanReducer:
         if len(self._waiting) == TOGETHER:
             self._add_waiting()
 
+    @property
+    def weaker(self) -> dict[int, str]:
+        """Nothing: no group of clients has a mean of its own."""
+        return {}
+
     def result(self) -> Arrays:
         """Return the mean; afterwards nothing can be added."""
         self._add_waiting()
@@ -44,6 +55,51 @@ class MeanReducer:
     def _add_waiting(self) -> None:
         self._mean.add_many(self._waiting)
         self._waiting = []
+
+
+class PlainClassMeans:
+    """Means of single classes: a running sum in float64 in the order of the replies, and one division."""
+
+    def __init__(self, spec: ClassMean, shape: tuple[int, ...]) -> None:
+        self.spec = spec
+        self._sums, self._weights = np.zeros(shape), np.zeros(shape[0])
+        self._owned: dict[int, npt.NDArray[np.int32]] = {}
+
+    @property
+    def weaker(self) -> dict[int, str]:
+        """Nothing: there are no rules."""
+        return {}
+
+    def add(self, reply: Reply) -> None:
+        """Add the rows of a reply."""
+        labels, rows, weights = weighted_rows(self.spec, reply)
+        # A check made sure that no label comes twice: fancy indexing would add only one of its rows.
+        self._sums[labels] += rows
+        self._weights[labels] += weights
+        note_owner(self._owned, reply, labels)
+
+    def result(self) -> ClassMeans:
+        """Return the means."""
+        seen = self._weights > 0
+        self._sums[seen] /= self._weights[seen, None]
+        return ClassMeans(self._sums, seen, self._owned)
+
+
+def weighted_rows(spec: ClassMean, reply: Reply) -> tuple[Labels, Float64, Array]:
+    """Return the classes of a reply (S,), the sum of each, in float64 (S, d), and the weights (S,)."""
+    arrays = reply.arrays
+    if spec.summed:
+        labels = np.flatnonzero(arrays[spec.counts])
+        return labels, arrays[spec.rows][labels].astype(np.float64), arrays[spec.counts][labels]
+    labels = arrays[LABELS]
+    weights = arrays[spec.counts] if spec.counts else np.ones(len(labels))
+    return labels, weights[:, None] * arrays[spec.rows].astype(np.float64), weights
+
+
+def note_owner(owned: dict[int, npt.NDArray[np.int32]], reply: Reply, labels: Labels) -> None:
+    """Note which classes a client has, unless the reply stands for those of several."""
+    if not reply.members:
+        owned[reply.client] = np.sort(labels).astype(np.int32)
 
 
 def weighted_mean(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ import numpy as np
 from fedapp.core.privacy import Privacy
 from fedapp.core.robust import UNGUARDED, count_limit, mean_of
 from fedapp.errors import Impossible
-from fedapp.method import Array, Arrays, Method, Reduction, Reply, ServerContext, ServerState
-from fedapp.reduce.plain import MeanReducer
-from fedapp.reduce.spec import Mean, Reduced
+from fedapp.method import Arrays, Method, Reduction, Reply, ServerContext, ServerState
+from fedapp.reduce.plain import MeanReducer, PlainClassMeans
+from fedapp.reduce.robust import RobustClassMeans
+from fedapp.reduce.spec import ClassMean, Each, Mean, Reduced, Reducer
 from fedapp.settings import RobustnessSettings
 
 USUAL: Mapping[str, Reduction] = {"model": Mean()}
@@ -58,20 +59,49 @@ class Reader:
 
     def reduce(self, exchange: str, replies: Iterable[Reply], state: ServerState) -> Reduced:
         """Return the replies to an exchange, to be reduced as they arrive."""
-        means = {n: r for n, r in self.reductions.get(exchange, USUAL).items() if isinstance(r, Mean)}
-        of = {name: mean.of(self.context, state) for name, mean in means.items()}
-        return Reduced(
-            replies, {n: MeanReducer(of[n], mean_of(of[n], self.policy.robust), mean) for n, mean in means.items()}
-        )
+        found = self.reductions.get(exchange, USUAL)
+        return Reduced(replies, {n: self._reducer(r, state) for n, r in found.items() if not isinstance(r, Each)})
+
+    def _reducer(self, reduction: Reduction, state: ServerState) -> Reducer:
+        """Return an empty reduction in the form that the policy asks for."""
+        robust = self.policy.robust
+        if isinstance(reduction, ClassMean):
+            of = reduction.of(self.context, state)
+            return RobustClassMeans(reduction, of, robust) if robust.active else PlainClassMeans(reduction, of.shape)
+        assert isinstance(reduction, Mean)
+        arrays = reduction.of(self.context, state)
+        return MeanReducer(arrays, mean_of(arrays, robust), reduction)
 
     def form(self, exchange: str, state: ServerState) -> Arrays | None:
         """Return arrays of the names, shapes and dtypes of a reply, or None where the method alone knows its form."""
-        found: Arrays = {}
-        for reduction in self.reductions.get(exchange, {"": None}).values():
-            if not isinstance(reduction, Mean) or reduction.read:
+        forms = self._forms(exchange, state)
+        return None if forms is None else {name: a for _, form in forms for name, a in form.items()}
+
+    def _forms(self, exchange: str, state: ServerState) -> list[tuple[Mean | ClassMean, Arrays]] | None:
+        """Return each reduction of an exchange with its form; None where the method alone knows one."""
+        found: list[tuple[Mean | ClassMean, Arrays]] = []
+        for reduction in self.reductions.get(exchange, {"": Each()}).values():
+            if not isinstance(reduction, (Mean, ClassMean)):
                 return None
-            found |= reduction.of(self.context, state)
+            form = reduction.form(self.context, state)
+            if form is None:
+                return None
+            found.append((reduction, form))
         return found
+
+    def checker(self, exchange: str, state: ServerState) -> Callable[[Reply], str | None]:
+        """Return a function that returns why a reply does not have the form that the server reduces, or None."""
+        forms, model = self._forms(exchange, state), self.context.initial.keys()
+        if forms is None:
+            return lambda reply: None
+        known = {name for _, form in forms for name in form}
+
+        def problem(reply: Reply) -> str | None:
+            if extra := reply.arrays.keys() - known - model:
+                return Impossible(f"'{min(extra)}' was not asked for")
+            return next((p for r, form in forms if (p := r.problem(reply.arrays, form, reply.num_samples))), None)
+
+        return problem
 
     def moves(self, state: ServerState) -> Callable[[Reply], Arrays]:
         """Return a function that gives the arrays of a reply to `train`, besides the model, that `max-growth` bounds.
@@ -90,22 +120,3 @@ class Reader:
             return moves
 
         return found
-
-
-def form_problem(arrays: Mapping[str, Array], form: Mapping[str, Array], model: Collection[str]) -> str | None:
-    """Return why arrays do not have the names, shapes and kinds of numbers of others, or None.
-
-    Parameters
-    ----------
-    form : arrays of the names, shapes and dtypes that are expected.
-    model : names of arrays that may be there too.
-    """
-    missing, extra = form.keys() - arrays.keys(), arrays.keys() - form.keys() - set(model)
-    if missing or extra:
-        names = ", ".join(sorted(missing or extra)[:5])
-        return Impossible(f"'{names}' {'is missing' if missing else 'was not asked for'}")
-    for name, like in form.items():
-        array = arrays[name]
-        if array.shape != like.shape or (array.dtype.kind == "f") != (like.dtype.kind == "f"):
-            return Impossible(f"'{name}' is {array.dtype} {array.shape}, expected {like.dtype} {like.shape}")
-    return None

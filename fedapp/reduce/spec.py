@@ -2,10 +2,11 @@
 
 `Method.reduces` names for each exchange (`train` or `query.<kind>`) what the server makes of the arrays of all replies:
 
-=========  =====================================================================================
-``Mean``   the mean of named arrays, weighted by n_k or uniform
-``Each``   the arrays of each client by themselves
-=========  =====================================================================================
+=============  =================================================================
+``Mean``       the mean of named arrays, weighted by n_k or uniform
+``ClassMean``  for each class the mean over the clients that have it
+``Each``       the arrays of each client by themselves
+=============  =================================================================
 
 From this declaration follow the form of a reply, the reference of robust rules, and the template of secure sums. The
 form in which a reduction is computed, plain or robust, is the run's, and a method does not see it.
@@ -18,12 +19,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
-from fedapp.method import Arrays, Reduction, Reply, ServerContext, ServerState, Sums
+import numpy as np
+import numpy.typing as npt
+
+from fedapp.core.classmeans import problem_of
+from fedapp.errors import Impossible
+from fedapp.method import Array, Arrays, Reduction, Reply, ServerContext, ServerState, Sums
 
 Of: TypeAlias = Callable[[ServerContext, ServerState], Arrays]
 """Gives the arrays of a reduction from the state that the clients were sent. Their names, shapes and dtypes are those
 of a reply, and robust rules measure changes from their values."""
 
+Float64: TypeAlias = npt.NDArray[np.float64]
+LABELS = "labels"
+"""Name of the array of a reply with the classes of its rows."""
 Weights: TypeAlias = Literal["samples", "uniform"]
 
 
@@ -36,6 +45,17 @@ def shared_model(context: ServerContext, state: ServerState) -> Arrays:
     """Return the shared arrays in a state."""
     model: Arrays = state["model"]
     return model
+
+
+def form_problem(arrays: Arrays, form: Arrays) -> str | None:
+    """Return why arrays do not have the names, shapes and kinds of numbers of others, or None."""
+    for name, like in form.items():
+        if name not in arrays:
+            return Impossible(f"'{name}' is missing")
+        array = arrays[name]
+        if array.shape != like.shape or (array.dtype.kind == "f") != (like.dtype.kind == "f"):
+            return Impossible(f"'{name}' is {array.dtype} {array.shape}, expected {like.dtype} {like.shape}")
+    return None
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,14 @@ class Mean(Reduction):
     weights: Weights = "samples"
     read: Callable[[Arrays, Arrays], Arrays] | None = None
 
+    def form(self, context: ServerContext, state: ServerState) -> Arrays | None:
+        """Return the arrays of `of`; None where replies have another form."""
+        return None if self.read else self.of(context, state)
+
+    def problem(self, arrays: Arrays, form: Arrays, num_samples: int) -> str | None:
+        """Return why arrays do not have the names, shapes and kinds of numbers of others, or None."""
+        return form_problem(arrays, form)
+
     @property
     def sums(self) -> Sums | None:
         """Weighted arrays add up, unless they must be decoded first."""
@@ -64,8 +92,82 @@ class Mean(Reduction):
 
 
 @dataclass(frozen=True)
+class ClassMean(Reduction):
+    """For each class the mean over the clients that have it.
+
+    A reply holds one row for each of its classes, with their labels. With `summed` it holds a row for every class
+    instead, the sum over the client's samples of that class, with their counts.
+
+    Attributes
+    ----------
+    rows : name of the array (S, d); with `summed` (C, d).
+    of : gives the class means (C, d) that the clients were sent. Robust rules measure changes from them.
+    counts : name of the sample counts (S,), which then weigh the rows; empty = every client counts once.
+    named : whether the server must know which client has which class.
+    """
+
+    rows: str
+    of: Callable[[ServerContext, ServerState], Array]
+    counts: str = ""
+    named: bool = False
+    summed: bool = False
+
+    def form(self, context: ServerContext, state: ServerState) -> Arrays:
+        """Return a reply of a client that has all classes."""
+        shape = (context.num_classes, context.width)
+        if self.summed:
+            return {self.rows: np.zeros(shape, np.float32), self.counts: np.zeros(shape[0], np.int64)}
+        whole = dict.fromkeys((LABELS, self.counts) if self.counts else (LABELS,), np.zeros(shape[0], np.int32))
+        return {self.rows: np.zeros(shape, np.float32), **whole}
+
+    def problem(self, arrays: Arrays, form: Arrays, num_samples: int) -> str | None:
+        """Return why arrays are not one row for each of some classes, with counts where these are sent, or None."""
+        if self.summed:
+            return form_problem(arrays, form)
+        if missing := form.keys() - arrays.keys():
+            return Impossible(f"'{min(missing)}' is missing")
+        classes, width = form[self.rows].shape
+        labels, counts = arrays[LABELS], arrays.get(self.counts)
+        problem = problem_of(arrays[self.rows], labels, width, classes)
+        if problem or counts is None:
+            return problem
+        if counts.shape != labels.shape or counts.dtype.kind not in "iu" or (counts < 1).any():
+            return "counts must hold one positive whole number per class"
+        if counts.sum() > num_samples:
+            return f"counts of {counts.sum()} samples from a client of {num_samples}"
+        return None
+
+    @property
+    def sums(self) -> Sums | None:
+        """Rows add up class by class, unless the server must know whose they are."""
+        if self.named:
+            return None
+        return Sums("", totals=(self.rows, self.counts)) if self.summed else Sums("", rows=self.rows)
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """Any rule for averages, and a cap on the weights."""
+        return ("rules", "count-cap")
+
+
+@dataclass(frozen=True)
 class Each(Reduction):
     """The arrays of each client that no other reduction of the exchange names."""
+
+
+@dataclass
+class ClassMeans:
+    """Means of single classes.
+
+    Attributes
+    ----------
+    values : (C, d) float64; only rows of classes that somebody sent have a meaning.   seen : (C,), which these are.
+    owned : classes (S,) int32 of each client, ascending, where replies are those of single clients.
+    """
+
+    values: Float64
+    seen: npt.NDArray[np.bool_]
+    owned: dict[int, npt.NDArray[np.int32]]
 
 
 class Reducer(Protocol):
@@ -76,6 +178,10 @@ class Reducer(Protocol):
 
     def result(self) -> Any:
         """Return the reduction of all replies that were added."""
+
+    @property
+    def weaker(self) -> Mapping[int, str]:
+        """The rule that took the place of the run's, by class or cluster, where that has too few senders."""
 
 
 class Reduced:
@@ -89,6 +195,7 @@ class Reduced:
         self._replies = iter(replies)
         self._reducers = reducers
         self._clients: list[Reply] = []
+        self._results: dict[str, Any] = {}
 
     def each(self) -> Iterator[Reply]:
         """Yield the replies as they arrive, for what no reduction names."""
@@ -111,6 +218,21 @@ class Reduced:
 
     def arrays(self, name: str) -> Arrays:
         """Return the mean `name`; without replies the arrays of `Mean.of` themselves."""
-        self.drain()
-        found: Arrays = self._reducers[name].result()
+        found: Arrays = self._result(name)
         return found
+
+    def classes(self, name: str) -> ClassMeans:
+        """Return the means of single classes `name`."""
+        found: ClassMeans = self._result(name)
+        return found
+
+    @property
+    def weaker(self) -> dict[int, str]:
+        """The rules that took the place of the run's, by class or cluster, in what was read."""
+        return {group: rule for name in self._results for group, rule in self._reducers[name].weaker.items()}
+
+    def _result(self, name: str) -> Any:
+        if name not in self._results:
+            self.drain()
+            self._results[name] = self._reducers[name].result()
+        return self._results[name]

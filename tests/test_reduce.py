@@ -1,0 +1,182 @@
+"""Reductions: what a declaration leads to, and who gets replies one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from clients.fedproto import FedProtoHParams
+from fedapp.core.averages import RunningMean
+from fedapp.errors import Impossible
+from fedapp.federation.loop import RoundLoop
+from fedapp.method import BaseHParams, Reply, ServerState, Sums
+from fedapp.reduce.plain import MeanReducer, PlainClassMeans
+from fedapp.reduce.robust import RobustClassMeans
+from fedapp.reduce.spec import ClassMean, Each, Mean
+from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
+from strategies.base import FedStrategy
+from strategies.fedavg import METHOD as FEDAVG
+from strategies.fedavg import FedAvg
+from strategies.fedproto import METHOD as FEDPROTO
+from tests.handmade import context, guard, point, refusal, reply
+
+
+class OneByOne(FedAvg):
+    """A server of a user's own: it notes whose replies it gets, and averages those of two samples or more."""
+
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+        given = list(replies)
+        new = super().aggregate(state, server_round, [r for r in given if r.num_samples > 1])
+        return {**new, "seen": np.array([r.client for r in given])}
+
+
+METHOD = dataclasses.replace(FEDAVG, strategy=OneByOne)
+HEAD = {"head.weight": np.zeros((2, 1), np.float32), "head.bias": np.zeros(2, np.float32)}
+
+
+def test_a_class_with_an_aggregate_of_its_own_gets_single_replies_in_the_round_loop() -> None:
+    strategy = OneByOne(METHOD, BaseHParams())
+    state = strategy.init(context(point(0.0)))
+    sent = [reply(0, 1, point(9.0)), reply(1, 2, point(1.0)), reply(2, 6, point(3.0))]
+    manager: Any = SimpleNamespace(
+        send_and_receive=lambda *given: iter(sent), require=lambda *given: None, nodes={}, infos={}
+    )
+    new, _ = RoundLoop(strategy)._train(manager, state, 1, [0, 1, 2], {})
+    assert new["seen"].tolist() == [0, 1, 2] and new["model"]["head.weight"].tolist() == [2.5]
+    assert METHOD.reductions(BaseHParams()) == {} and METHOD.sums(BaseHParams()) is None
+    assert METHOD.guarded_by(BaseHParams()) == ("rules", "count-cap")
+
+
+def test_a_class_with_an_aggregate_of_its_own_gets_single_replies_in_flowers_loop() -> None:
+    app, server, strategy = ClientApp(), ServerApp(), OneByOne(METHOD, BaseHParams(), fraction_evaluate=0.0)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        number = int(context.node_config["partition-id"])
+        arrays = {n: Array(a.numpy() + np.float32(number)) for n, a in message.content["arrays"].items()}
+        metrics = MetricRecord({"num-examples": number + 1})
+        return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
+
+    found = {}
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        found["result"] = strategy.start(grid, ArrayRecord({n: Array(a) for n, a in HEAD.items()}), num_rounds=1)
+
+    grid = LocalGrid(app, {}, 3)
+    server(grid, grid.contexts[FIRST_NODE])
+    assert strategy._state is not None and strategy._state["seen"].tolist() == [0, 1, 2]
+    np.testing.assert_allclose(found["result"].arrays["head.bias"].numpy(), (2 * 1 + 3 * 2) / 5)
+
+
+def test_replies_pass_once_and_in_order_through_all_reductions() -> None:
+    pulled: list[int] = []
+
+    def arriving() -> Iterator[Reply]:
+        for client in range(3):
+            pulled.append(client)
+            yield reply(client, 1, point(float(client)))
+
+    strategy = FedStrategy(FEDAVG, BaseHParams())
+    state = strategy.init(context(point(0.0)))
+    reduced = strategy.reader.reduce("train", arriving(), state)
+    assert pulled == []
+    assert [r.client for r in reduced.each()] == pulled == [0, 1, 2]
+    assert reduced.arrays("model")["head.weight"].tolist() == [1.0] and list(reduced.each()) == []
+    assert [(r.client, r.arrays) for r in reduced.clients] == [(0, {}), (1, {}), (2, {})]
+
+
+def test_without_replies_a_mean_is_the_arrays_that_were_sent() -> None:
+    strategy = FedStrategy(FEDAVG, BaseHParams())
+    state = strategy.init(context(point(2.0)))
+    assert strategy.update(state, 1, strategy.reader.reduce("train", [], state))["model"] == state["model"]
+
+
+@pytest.mark.parametrize(
+    ("reductions", "sums"),
+    [
+        ({}, None),
+        ({"model": Mean()}, Sums()),
+        ({"model": Mean(weights="uniform")}, Sums("uniform")),
+        ({"model": Mean(read=lambda arrays, of: arrays)}, None),
+        ({"model": Mean(), "own": Each()}, None),
+        ({"rows": ClassMean("rows", lambda *given: np.zeros((2, 1)))}, Sums(rows="rows")),
+        ({"rows": ClassMean("rows", lambda *given: np.zeros((2, 1)), named=True)}, None),
+        (
+            {
+                "model": Mean(weights="uniform"),
+                "rows": ClassMean("rows", lambda *given: np.zeros((2, 1)), "count", summed=True),
+            },
+            Sums("uniform", ("rows", "count")),
+        ),
+    ],
+)
+def test_secure_sums_follow_from_what_is_reduced(reductions: dict[str, Any], sums: Sums | None) -> None:
+    assert dataclasses.replace(FEDAVG, reduces={"train": reductions}).sums(BaseHParams()) == sums
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_class_means_are_equal_in_both_forms_where_no_rule_is_needed(summed: bool) -> None:
+    spec = ClassMean("rows", lambda *given: np.zeros((3, 1)), "counts", summed=summed)
+    of = np.zeros((3, 1))
+    forms = [PlainClassMeans(spec, of.shape), RobustClassMeans(spec, of, guard(count_cap=100.0))]
+    replies = [
+        (np.array([0, 2]), np.array([[1.0], [5.0]], np.float32), np.array([1, 3])),
+        (np.array([2]), np.array([[1.0]], np.float32), np.array([1])),
+    ]
+    for form in forms:
+        for client, (labels, rows, counts) in enumerate(replies):
+            given = {"rows": rows, "labels": labels, "counts": counts}
+            if summed:
+                given = {"rows": np.zeros((3, 1), np.float32), "counts": np.zeros(3, np.int64)}
+                given["rows"][labels], given["counts"][labels] = rows * counts[:, None], counts
+            form.add(reply(client, 4, given))
+        found = form.result()
+        assert found.seen.tolist() == [True, False, True]
+        assert found.values[found.seen].ravel().tolist() == [1.0, 4.0]
+        assert {c: o.tolist() for c, o in found.owned.items()} == {0: [0, 2], 1: [2]}
+
+
+def test_a_reply_of_several_clients_does_not_say_who_has_which_class() -> None:
+    means = PlainClassMeans(ClassMean("rows", lambda *given: np.zeros((2, 1))), (2, 1))
+    arrays = {"rows": np.ones((1, 1), np.float32), "labels": np.array([1])}
+    means.add(dataclasses.replace(reply(-1, 4, arrays), members=(reply(0, 2, {}), reply(1, 2, {}))))
+    assert means.result().owned == {}
+
+
+def test_rules_that_took_the_place_of_others_are_noted_round_by_round() -> None:
+    strategy = FEDPROTO.strategy(FEDPROTO, FedProtoHParams(), robust=guard(robust="trimmed", robust_f=2))
+    state = strategy.init(context(point(0.0), num_classes=2, width=1))
+    arrays = {"protos": np.ones((1, 1), np.float32), "labels": np.array([1], np.int32)}
+    for times in (1, 2):
+        state = strategy.aggregate(state, times, [reply(k, 1, arrays) for k in range(4)])
+        assert state["robust"] == {"median": {1: times}}
+
+
+def test_arrays_that_the_server_does_not_reduce_are_refused() -> None:
+    strategy = FEDPROTO.strategy(FEDPROTO, FedProtoHParams())
+    state = strategy.init(context({}, num_classes=2, width=1))
+    arrays = {"protos": np.ones((1, 1), np.float32), "labels": np.array([1], np.int32)}
+    assert refusal(strategy, state, reply(0, 5, arrays)) is None
+    for wrong, text in (
+        ({**arrays, "counts": np.ones(1, np.int32)}, "'counts' was not asked for"),
+        ({"protos": arrays["protos"]}, "'labels' is missing"),
+    ):
+        found = refusal(strategy, state, reply(0, 5, wrong))
+        assert isinstance(found, Impossible) and text in found
+
+
+def test_a_mean_of_decoded_arrays_has_no_form_of_its_own() -> None:
+    spec = Mean(read=lambda arrays, of: dict.fromkeys(of, arrays["half"] * 2))
+    reducer = MeanReducer(point(0.0), RunningMean(), spec)
+    reducer.add(reply(0, 1, {"half": np.ones(1, np.float32)}))
+    assert reducer.result()["head.weight"].tolist() == [2.0]
+    assert spec.form(context(point(0.0)), {"model": point(0.0)}) is None
