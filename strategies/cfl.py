@@ -21,7 +21,7 @@ the last update of each is kept for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -31,8 +31,8 @@ from pydantic import Field
 from clients.base import FedClient
 from fedapp.core.averages import within
 from fedapp.core.pairwise import cosine_from_gram, gram
-from fedapp.core.robust import mean_of, weaker
-from fedapp.method import ALL, Arrays, BaseHParams, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.method import ALL, Arrays, BaseHParams, Blend, Method, Payload, Scored, ServerContext, ServerState
+from fedapp.reduce.spec import Each, Reduced
 from strategies.base import FedStrategy
 
 
@@ -107,9 +107,9 @@ class CFL(FedStrategy):
         """Return the model of the client's cluster, the same arrays for all its members."""
         return Payload(common=state["clusters"][self._cluster_of(state["members"], client)])
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Test every cluster, split where due, and average within the clusters that result."""
-        got = {reply.client: reply for reply in replies}
+        got = {reply.client: reply for reply in reduced.each()}
         clusters, born, norms = dict(state["clusters"]), dict(state["born"]), state["norms"]
         members = {c: list(m) for c, m in state["members"].items()}
         updates, seen = dict(state["updates"]), dict(state["seen"])
@@ -138,7 +138,7 @@ class CFL(FedStrategy):
             members[new] = [i for i, other in zip(members[c], side) if other]
             members[c] = [i for i, other in zip(members[c], side) if not other]
         # The split comes first, so that the updates of this round already go to their own half.
-        means = {c: mean_of(model, self.robust) for c, model in clusters.items()}
+        means = {c: reduced.mean(model, c) for c, model in clusters.items()}
         for c in clusters:
             here = [got[i] for i in members[c] if i in got]
             if here:
@@ -152,7 +152,7 @@ class CFL(FedStrategy):
         if all(i in got for m in members.values() for i in m):
             kept = []  # everybody answers: the next test has its own updates
         return {
-            **self.noted(state, weaker(means)), "clusters": clusters, "members": members, "born": born, "norms": norms,
+            "clusters": clusters, "members": members, "born": born, "norms": norms,
             "updates": {i: updates[i] for i in kept}, "seen": {i: seen[i] for i in kept},
         }  # fmt: skip
 
@@ -211,6 +211,7 @@ METHOD = Method(
     hparams=CFLHParams,
     shared=ALL,
     head="none",
+    reduces={"train": {"models": Each(grouped=True)}},
     deploy_as="received",
     travels="the whole model, both ways (one per cluster)",
 )

@@ -14,14 +14,15 @@ Clients that are absent keep the mix that they were last given; a client that ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clients.fedamp import FedAMPClient, FedAMPHParams
 from fedapp.core.pairwise import combine, cosine_matrix, squared_distances
-from fedapp.method import ALL, Array, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import ALL, Array, Arrays, Blend, Method, Payload, ServerContext, ServerState
+from fedapp.reduce.spec import Each, Reduced
 from strategies.base import FedStrategy
 
 
@@ -70,10 +71,10 @@ class FedAMP(FedStrategy):
             return Payload(arrays=state["mixed"][client])
         return Payload(common=state["initial"])
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Mix the participants' models: one m x m matrix, one product."""
         clients, models = [], []
-        for reply in replies:
+        for reply in reduced.each():
             clients.append(reply.client)
             models.append({n: reply.arrays[n] for n in state["initial"]})
         if not clients:
@@ -115,5 +116,5 @@ METHOD = Method(
     shared=ALL,
     head="none",
     travels="a mix of models for each client down, the whole model up",
-    guards=(),
+    reduces={"train": {"models": Each()}},
 )

@@ -15,12 +15,13 @@ beside the state must be remembered.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from clients.fedfomo import OWN_SLOT, FedFomoClient, FedFomoHParams, wire_name
 from fedapp.method import ALL, LARGEST, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.reduce.spec import Each, Reduced
 from strategies.base import FedStrategy
 
 
@@ -71,10 +72,10 @@ class FedFomo(FedStrategy):
             return f"fomo-weights holds values of more than {LARGEST:g}"
         return None
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Keep the participants' models and add their weights, negative ones too, to P."""
         models, ids, table = dict(state["models"]), state["ids"], state["P"].copy()
-        for reply in replies:
+        for reply in reduced.each():
             if reply.client not in ids:
                 place = int(np.searchsorted(ids, reply.client))
                 ids = np.insert(ids, place, reply.client)
@@ -114,5 +115,5 @@ METHOD = Method(
     head="none",
     travels="up to M other clients' whole models down, the whole model and M numbers up",
     metrics=("fomo-weights",),
-    guards=(),
+    reduces={"train": {"models": Each()}},
 )

@@ -19,7 +19,7 @@ The second part of P is a Gram matrix, so P has no negative eigenvalue that woul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from fedapp.core.collaboration import combination, pooled_means
 from fedapp.core.names import under
 from fedapp.core.pairwise import combine
 from fedapp.method import ALL, Array, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.reduce.spec import Each, Mean, Reduced
 from strategies.base import FedStrategy
 from strategies.fedamp import given_weights
 
@@ -69,26 +70,22 @@ class FedPAC(FedStrategy):
             return f"'{PAC}h', '{PAC}v' and '{PAC}proto' must be floating point, and '{PAC}v' at least 0"
         return None
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Average the bodies as they arrive; of the others keep the heads and statistics, which are small."""
         clients: list[int] = []
         heads: list[Arrays] = []
         h, v = list[Float64](), list[float]()
         found_means: list[tuple[Float64, Array]] = []
 
-        def read() -> Iterator[Reply]:
-            for reply in replies:
-                found = under(PAC, reply.arrays)
-                # `count-cap` limits num_samples alone; the class counts follow it.
-                count = found["count"] * (reply.num_samples / found["count"].sum())
-                found_means.append((count, found["proto"]))
-                clients.append(reply.client)
-                heads.append({n: reply.arrays[n] for n in state["head"]})
-                h.append(found["h"].astype(np.float64).ravel())
-                v.append(float(found["v"][0]))
-                yield reply
-
-        body = self.averaged(read(), state["model"])
+        for reply in reduced.each():
+            found = under(PAC, reply.arrays)
+            # `count-cap` limits num_samples alone; the class counts follow it.
+            count = found["count"] * (reply.num_samples / found["count"].sum())
+            found_means.append((count, found["proto"]))
+            clients.append(reply.client)
+            heads.append({n: reply.arrays[n] for n in state["head"]})
+            h.append(found["h"].astype(np.float64).ravel())
+            v.append(float(found["v"][0]))
         if not clients:
             return state
         if self.hparams.combine == "weighted":
@@ -100,7 +97,7 @@ class FedPAC(FedStrategy):
         given = {c: {"of": np.array(clients), "weights": row} for c, row in zip(clients, weights, strict=True)}
         return {
             **state,
-            "model": body,
+            "model": reduced.arrays("body"),
             "heads": {**state["heads"], **dict(zip(clients, mixed, strict=True))},
             "protos": protos,
             "known": (seen | (state["known"] > 0)).astype(np.uint8),
@@ -122,6 +119,7 @@ METHOD = Method(
     hparams=FedPACHParams,
     shared=ALL,
     extra_up=(PAC,),
+    reduces={"train": {"body": Mean(), "statistics": Each()}},
     per_class="",
     travels="the body, a head for each client and class means down; the model, class means and class counts up",
     guards=("count-cap",),

@@ -10,16 +10,16 @@ The k models start from k different seeds. Equal ones would stay equal: all loss
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from clients.ifca import IFCAClient, IFCAHParams, wire_name
 from fedapp.core.averages import within
-from fedapp.core.robust import mean_of, weaker
 from fedapp.errors import BadRequest
 from fedapp.method import ALL, HEAD, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.reduce.spec import Each, Reduced
 from strategies.base import FedStrategy
 
 
@@ -59,12 +59,12 @@ class IFCA(FedStrategy):
             return f"ifca-cluster is {choice}, it must be one of 0 .. {self.hparams.clusters - 1}"
         return None
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Average each model over those that chose it, and what is shared over all participants."""
-        means = {c: mean_of(model, self.robust) for c, model in state["clusters"].items()}
-        over_all = mean_of(state["shared"], self.robust)
+        means = {c: reduced.mean(model, c) for c, model in state["clusters"].items()}
+        over_all = reduced.mean(state["shared"])
         chosen = dict(state["chosen"])
-        for reply in replies:
+        for reply in reduced.each():
             choice = int(reply.metrics["ifca-cluster"])
             weight = float(reply.num_samples) if self.hparams.weighting == "samples" else 1.0
             means[choice].add({n: reply.arrays[n] for n in state["clusters"][choice]}, weight)
@@ -73,7 +73,6 @@ class IFCA(FedStrategy):
             chosen[reply.client] = choice
         clusters = {c: mean.mean() if mean.replies else state["clusters"][c] for c, mean in means.items()}
         return {
-            **self.noted(state, weaker(means)),
             "clusters": clusters,
             "shared": over_all.mean() if over_all.replies else state["shared"],
             "chosen": chosen,
@@ -108,6 +107,7 @@ METHOD = Method(
     hparams=IFCAHParams,
     shared=ALL,
     head="none",
+    reduces={"train": {"models": Each(grouped=True)}},
     deploy_as="received",
     metrics=("ifca-cluster",),
     travels="k whole models down, one up with its number",

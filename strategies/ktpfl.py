@@ -24,7 +24,7 @@ has sent none yet, the rows are restricted to the others and scaled to the mass 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from clients.ktpfl import KTpFLClient, KTpFLHParams, KTpFLWeightsClient
 from fedapp.method import ALL, NONE, Array, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.reduce.spec import Each, Reduced
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]
@@ -113,10 +114,10 @@ class KTpFL(FedStrategy):
         """Return S_k."""
         return reply.arrays["soft"].astype(np.float32)
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Take the new predictions and make one step on the coefficients of all clients that ever sent any."""
         soft: dict[int, Array] = dict(state["soft"])
-        soft.update({r.client: self.sent(r) for r in replies})
+        soft.update({r.client: self.sent(r) for r in reduced.each()})
         if not soft:
             return state
         ids, c = _grown(state["ids"], state["c"], soft)
@@ -212,7 +213,7 @@ METHOD = Method(
     public_share=0.05,
     metrics=("public-checksum",),
     travels="soft predictions on a public set, both ways",
-    guards=(),
+    reduces={"train": {"predictions": Each()}},
     resolve=_chosen,
     warn=_warn,
 )

@@ -60,7 +60,8 @@ class Reader:
     def reduce(self, exchange: str, replies: Iterable[Reply], state: ServerState) -> Reduced:
         """Return the replies to an exchange, to be reduced as they arrive."""
         found = self.reductions.get(exchange, USUAL)
-        return Reduced(replies, {n: self._reducer(r, state) for n, r in found.items() if not isinstance(r, Each)})
+        reducers = {n: self._reducer(r, state) for n, r in found.items() if not isinstance(r, Each)}
+        return Reduced(replies, reducers, lambda previous: mean_of(previous, self.policy.robust))
 
     def _reducer(self, reduction: Reduction, state: ServerState) -> Reducer:
         """Return an empty reduction in the form that the policy asks for."""

@@ -22,7 +22,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fedapp.core.averages import RunningMean
 from fedapp.core.classmeans import problem_of
+from fedapp.core.robust import RobustMean, weaker
 from fedapp.errors import Impossible
 from fedapp.method import Array, Arrays, Reduction, Reply, ServerContext, ServerState, Sums
 
@@ -152,7 +154,19 @@ class ClassMean(Reduction):
 
 @dataclass(frozen=True)
 class Each(Reduction):
-    """The arrays of each client that no other reduction of the exchange names."""
+    """The arrays of each client that no other reduction of the exchange names.
+
+    Attributes
+    ----------
+    grouped : whether the server averages them within groups that it forms meanwhile, by `Reduced.mean`.
+    """
+
+    grouped: bool = False
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """Any rule for averages and a cap on the weights, within groups."""
+        return ("rules", "count-cap") if self.grouped else ()
 
 
 @dataclass
@@ -191,8 +205,15 @@ class Reduced:
     the same replies.
     """
 
-    def __init__(self, replies: Iterable[Reply], reducers: Mapping[str, Reducer]) -> None:
+    def __init__(
+        self,
+        replies: Iterable[Reply],
+        reducers: Mapping[str, Reducer],
+        mean: Callable[[Arrays], RunningMean | RobustMean],
+    ) -> None:
         self._replies = iter(replies)
+        self._mean = mean
+        self._groups: dict[int, RunningMean | RobustMean] = {}
         self._reducers = reducers
         self._clients: list[Reply] = []
         self._results: dict[str, Any] = {}
@@ -226,10 +247,23 @@ class Reduced:
         found: ClassMeans = self._result(name)
         return found
 
+    def mean(self, previous: Arrays, group: int | None = None) -> RunningMean | RobustMean:
+        """Return an empty mean of models, in the form that the run asks for.
+
+        Parameters
+        ----------
+        previous : what the clients were sent.   group : number of the group of clients, None for all.
+        """
+        mean = self._mean(previous)
+        if group is not None:
+            self._groups[group] = mean
+        return mean
+
     @property
     def weaker(self) -> dict[int, str]:
-        """The rules that took the place of the run's, by class or cluster, in what was read."""
-        return {group: rule for name in self._results for group, rule in self._reducers[name].weaker.items()}
+        """The rules that took the place of the run's, by class or group, in what was read."""
+        found = {group: rule for name in self._results for group, rule in self._reducers[name].weaker.items()}
+        return found | weaker(self._groups)
 
     def _result(self, name: str) -> Any:
         if name not in self._results:
