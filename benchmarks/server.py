@@ -25,6 +25,7 @@ from benchmarks.timing import Times, alternate
 from clients.cwfedavg import CwFedAvgHParams
 from clients.fedamp import FedAMPHParams
 from fedapp import process
+from fedapp.core.averages import RunningMean
 from fedapp.core.classwise import class_weights, norm_distribution
 from fedapp.core.gaussian import MomentsPool, moments, pack
 from fedapp.core.heads import retrain
@@ -33,7 +34,8 @@ from fedapp.core.virtual import virtual_features
 from fedapp.engines.resources import usable_cores
 from fedapp.method import Reply, ServerContext
 from fedapp.models import build_model
-from fedapp.reduce.plain import weighted_mean
+from fedapp.reduce.plain import MeanReducer
+from fedapp.reduce.spec import Mean
 from strategies.cwfedavg import METHOD as CWFEDAVG
 from strategies.cwfedavg import CwFedAvg
 from strategies.fedamp import attention
@@ -99,7 +101,13 @@ def average(count: int, size: str) -> Problem:
         sums = [reduce(np.add, arrays) / sum(sizes) for arrays in zip(*weighted, strict=True)]
         return dict(zip(uploads[0], sums, strict=True))
 
-    return Problem(naive, lambda: weighted_mean(iter(replies), uploads[0]), 4.0 * NUMBERS[size] * (count + 1))
+    def ours() -> dict[str, NDArray[Any]]:
+        mean = MeanReducer(uploads[0], RunningMean(), Mean())
+        for reply in replies:
+            mean.add(reply)
+        return mean.result()
+
+    return Problem(naive, ours, 4.0 * NUMBERS[size] * (count + 1))
 
 
 def cwfedavg(count: int, classes: int, size: str) -> Problem:

@@ -32,9 +32,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from fedapp.core.privacy import Privacy
-from fedapp.core.robust import UNGUARDED, mean_of
+from fedapp.core.robust import UNGUARDED
 from fedapp.method import Arrays, Blend, Method, Payload, Query, Reductions, Reply, Scored, ServerContext, ServerState
-from fedapp.reduce.plain import weighted_mean
 from fedapp.reduce.reader import USUAL, Policy, Reader
 from fedapp.reduce.spec import Reduced
 from fedapp.settings import RobustnessSettings
@@ -112,28 +111,8 @@ class FedStrategy(FlowerLoop):
         reduced = self.reader.reduce("train", replies, state)
         new = self.update(state, server_round, reduced)
         reduced.drain()
-        noted = self.noted(state, reduced.weaker)
-        return {**new, **noted} if noted else new
-
-    def averaged(self, replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arrays:
-        """Return the arrays named in `previous`, which the clients were sent, averaged over replies by `robust`."""
-        return weighted_mean(replies, previous, mean_of(previous, self.robust))
-
-    def noted(self, state: ServerState, weaker: Mapping[int, str]) -> ServerState:
-        """Return an entry of the next state: by rule, in how many rounds it took the place of `robust` for a group.
-
-        Parameters
-        ----------
-        weaker : the rule that was used, by class or cluster; empty where all had enough senders.
-        """
-        before = state.get("robust", {})
-        if not weaker and not before:
-            return {}
-        found = {rule: dict(groups) for rule, groups in before.items()}
-        for group, rule in weaker.items():
-            groups = found.setdefault(rule, {})
-            groups[group] = groups.get(group, 0) + 1
-        return {"robust": found}
+        noted = reduced.noted(state.get("robust", {}))
+        return {**new, "robust": noted} if noted else new
 
     def global_arrays(self, state: ServerState) -> Arrays | None:
         """Return the one global model by wire name, or None if the method has none."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from clients.base import FedClient
 from fedapp import config as configuration
 from fedapp import sampling
+from fedapp.core.averages import RunningMean
 from fedapp.core.robust import UNGUARDED
 from fedapp.data import datasets
 from fedapp.data.transforms import InputSpec, normalise
@@ -25,6 +26,8 @@ from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import SHORT
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel, build_model, selection
+from fedapp.reduce.plain import MeanReducer
+from fedapp.reduce.spec import Mean
 from fedapp.results.runs import RunResult
 from fedapp.settings import FederationSettings, RobustnessSettings, TrainingSettings
 from fedapp.tasks import simulated
@@ -81,6 +84,14 @@ def context(
 def refusal(strategy: FedStrategy, state: ServerState, sent: Reply) -> str | None:
     """What is wrong with a reply, as a run finds it."""
     return RoundLoop(strategy).checker(state, sent.kind)(sent)
+
+
+def weighted_mean(replies: Iterable[Reply], previous: Mapping[str, Array], mean: RunningMean | None = None) -> Arrays:
+    """The mean over replies of the arrays named in `previous`, weighted by n_k."""
+    found = MeanReducer(previous, mean or RunningMean(), Mean())
+    for given in replies:
+        found.add(given)
+    return found.result()
 
 
 def random_model(rng: np.random.Generator, scale: float = 1.0) -> Arrays:

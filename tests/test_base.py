@@ -16,11 +16,10 @@ from fedapp.core.averages import RunningMean
 from fedapp.federation.loop import Callbacks, RoundLoop
 from fedapp.learning.state import ClientStore, DamagedError
 from fedapp.method import BaseHParams, Payload, Reply
-from fedapp.reduce.plain import weighted_mean
 from strategies.base import FedStrategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.lgfedavg import METHOD as LGFEDAVG
-from tests.handmade import context, head_of, images, model_like, one_batch_task, point, whole
+from tests.handmade import context, head_of, images, model_like, one_batch_task, point, weighted_mean, whole
 
 
 def test_a_client_that_never_trained_has_one_score_under_both_names(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from fedapp.method import Arrays, Reply, ServerContext, ServerState
 from fedapp.models import MODEL_NAMES, build_model, check_model
 from fedapp.models.selection import float_buffers
-from fedapp.reduce.plain import weighted_mean
 from fedapp.registry import parse_args
 from fedapp.sampling import rng
 from fedapp.transport import checkpoint
@@ -29,6 +28,7 @@ from tests.handmade import (
     model_like,
     one_batch_task,
     pixels,
+    weighted_mean,
 )
 
 N = (100, 60, 40)

@@ -23,11 +23,10 @@ from fedapp.learning.task import ModelSpec, Task
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
 from fedapp.models.selection import extract, merge, shared_names
-from fedapp.reduce.plain import weighted_mean
 from fedapp.sampling import rng
 from strategies.fedavg import FedAvg
 from strategies.fednh import METHOD, FedNH, move_prototypes
-from tests.handmade import full_batch, images, refusal, short, steps_by_hand
+from tests.handmade import full_batch, images, refusal, short, steps_by_hand, weighted_mean
 
 INPUTS = InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,))
 SPEC = ModelSpec("digits-a", 5, (1, 8, 8), 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,9 +19,6 @@ TOGETHER = 8
 """Number of replies that are added to a mean in one pass."""
 
 
-MEAN = Mean()
-
-
 class MeanReducer:
     """The mean of the arrays named in `of`; without replies these arrays themselves.
 
@@ -29,7 +26,7 @@ class MeanReducer:
     is one model and `TOGETHER` replies for any number of clients. Another `mean` than the running one may keep all.
     """
 
-    def __init__(self, of: Mapping[str, Array], mean: RunningMean | RobustMean, spec: Mean = MEAN) -> None:
+    def __init__(self, of: Mapping[str, Array], mean: RunningMean | RobustMean, spec: Mean) -> None:
         self.of, self.spec = dict(of), spec
         self._mean = mean
         self._waiting: list[tuple[Arrays, float]] = []
@@ -100,13 +97,3 @@ def note_owner(owned: dict[int, npt.NDArray[np.int32]], reply: Reply, labels: La
     """Note which classes a client has, unless the reply stands for those of several."""
     if not reply.members:
         owned[reply.client] = np.sort(labels).astype(np.int32)
-
-
-def weighted_mean(
-    replies: Iterable[Reply], previous: Mapping[str, Array], mean: RunningMean | RobustMean | None = None
-) -> Arrays:
-    """Return the mean over replies of the arrays named in `previous`, weighted by n_k; see `MeanReducer`."""
-    found = MeanReducer(previous, RunningMean() if mean is None else mean)
-    for reply in replies:
-        found.add(reply)
-    return found.result()

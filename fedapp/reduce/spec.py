@@ -259,11 +259,19 @@ class Reduced:
             self._groups[group] = mean
         return mean
 
-    @property
-    def weaker(self) -> dict[int, str]:
-        """The rules that took the place of the run's, by class or group, in what was read."""
-        found = {group: rule for name in self._results for group, rule in self._reducers[name].weaker.items()}
-        return found | weaker(self._groups)
+    def noted(self, before: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
+        """Return by rule, and by class or group, in how many rounds it took the place of the run's, which needs more.
+
+        Parameters
+        ----------
+        before : the same before this exchange.
+        """
+        found = {rule: dict(groups) for rule, groups in before.items()}
+        for used in (*(self._reducers[name].weaker for name in self._results), weaker(self._groups)):
+            for group, rule in used.items():
+                groups = found.setdefault(rule, {})
+                groups[group] = groups.get(group, 0) + 1
+        return found
 
     def _result(self, name: str) -> Any:
         if name not in self._results:
