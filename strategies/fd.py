@@ -18,14 +18,12 @@ state["parts"][k] are the rows of client k that are in the sums, so that its sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from clients.fd import FDClient, FDHParams
-from fedapp.core.classmeans import problem_of
 from fedapp.core.robust import shortened
 from fedapp.method import NONE, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.reduce.spec import Reduced, Rows
 from strategies.base import FedStrategy
 
 
@@ -55,30 +53,29 @@ class FD(FedStrategy):
         return Payload(arrays={"outputs": outputs, "labels": labels})
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse malformed outputs, or rows that are not probabilities where probabilities are averaged."""
-        outputs, classes = reply.arrays.get("outputs"), self.context.num_classes
-        problem = problem_of(outputs, reply.arrays.get("labels"), classes, classes)
-        if problem or outputs is None or self.hparams.output == "logits":
-            return problem
+        """Refuse rows that are not probabilities where probabilities are averaged."""
+        outputs = reply.arrays["outputs"]
+        if self.hparams.output == "logits":
+            return None
         # Half precision on the wire keeps about three digits.
         if (outputs < 0).any() or (np.abs(outputs.sum(axis=1) - 1) > 1e-2).any():
             return "outputs are not probabilities: rows must be non-negative and sum to 1"
         return None
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Sum what was sent per label; labels that nobody sent keep their sums."""
         classes = self.context.num_classes
         sums, owners = np.zeros((classes, classes)), np.zeros(classes, np.int64)
         owned, new = dict(state["owned"]), {}
-        replies = list(replies)
+        given = reduced.rows("outputs")
         # A squared error to the logits of one client alone, far away, would give NaN to all others.
-        bounded = shortened([reply.arrays["outputs"].astype(np.float64) for reply in replies])
-        for reply, outputs in zip(replies, bounded, strict=True):
-            labels = reply.arrays["labels"].astype(np.int64)
+        bounded = shortened([of.rows for of in given])
+        for of, outputs in zip(given, bounded, strict=True):
+            labels, client = of.labels, of.reply.client
             sums[labels] += outputs
             owners[labels] += 1
-            owned[reply.client] = np.sort(labels)
-            new[reply.client] = {"labels": labels, "outputs": outputs}
+            owned[client] = labels
+            new[client] = {"labels": labels, "outputs": outputs}
         sent = owners > 0
         # A label that was sent has new contributors; of the others the old rows still stand in the sums.
         parts = {}
@@ -109,5 +106,5 @@ METHOD = Method(
     heterogeneous=True,
     same_width=False,
     travels="mean outputs per class, both ways",
-    guards=(),
+    reduces={"train": {"outputs": Rows("outputs", outputs=True)}},
 )

@@ -20,22 +20,17 @@ In the released code the header has no optimizer and never changes; `mode=frozen
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clients.fedgh import FedGHClient, FedGHHParams
-from fedapp.core import names, privacy
-from fedapp.core.classmeans import problem_of
-from fedapp.core.robust import screened_lars
-from fedapp.core.sums import capped_sums
-from fedapp.errors import Impossible
 from fedapp.learning.metrics import tidy
 from fedapp.method import HEAD, NONE, Method, Reply, Scored, ServerContext, ServerState
+from fedapp.reduce.spec import Reduced, Rows
 from strategies.base import FedStrategy
 
 NOISED = "noised/"
@@ -49,13 +44,6 @@ class LARs(NamedTuple):
 
     r: Float64
     s: Labels
-
-    @classmethod
-    def of(cls, reply: Reply) -> LARs:
-        """Return the LARs of a reply."""
-        lar, labels = reply.arrays["lar"], reply.arrays["labels"]
-        ascending = np.argsort(labels)
-        return cls(lar[ascending].astype(np.float64), labels[ascending].astype(np.int64))
 
 
 def header_step(w: Float64, b: Float64, r: Float64, s: Labels, lr: float, clip: float = 0.0) -> float:
@@ -115,7 +103,7 @@ def batches(
 
 
 class FedGH(FedStrategy):
-    """Trains the header on the clients' class means and broadcasts it; `robust` screens the means first."""
+    """Trains the header on the clients' class means and broadcasts it."""
 
     records: ClassVar[tuple[str, ...]] = ("covered", "loss", "moved")
 
@@ -125,32 +113,14 @@ class FedGH(FedStrategy):
         covered = np.zeros((0, context.num_classes), dtype=np.bool_)
         return {**state, "covered": covered, "loss": np.zeros(0), "moved": np.zeros(0)}
 
-    def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse anything but a set of LARs, or with `dp` anything but noised sums and counts."""
-        if self.privacy is not None:
-            return self._joint().problem_of(names.under(NOISED, reply.arrays))
-        if any(name.startswith(NOISED) for name in reply.arrays):
-            return Impossible("sums with noise were not asked for")
-        lar, labels = reply.arrays.get("lar"), reply.arrays.get("labels")
-        return problem_of(lar, labels, self.context.width, self.context.num_classes)
-
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Train theta on the LARs of the clients that replied (Algorithm 1, server); without LARs it stays."""
         hparams, theta = self.hparams, state["model"]
-        if self.privacy is not None:
-            replies = self.pooled(replies)
-        answers = [reply for reply in replies if len(reply.arrays["labels"])]
+        given = [of for of in reduced.rows("lar") if len(of.labels)]
         if hparams.order == "arrival":
-            answers.sort(key=lambda reply: reply.arrival)
-        lars = [LARs.of(reply) for reply in answers]
-        noted: ServerState = {}
-        if self.robust.rules:
-            kept, rows = screened_lars([(x.s, x.r) for x in lars])
-            left_out = state.get("robust", {}).get("left_out", 0) + sum(int((~k).sum()) for k in kept)
-            answers = [reply for reply, k in zip(answers, kept) if k.any()]
-            lars = [LARs(r[k], x.s[k]) for x, r, k in zip(lars, rows, kept) if k.any()]
-            noted = {"robust": {"left_out": left_out}}
-        noted |= self.noticed(state, answers, lars)
+            given.sort(key=lambda of: of.reply.arrival)
+        answers, lars = [of.reply for of in given], [LARs(of.rows, of.labels) for of in given]
+        noted = self.noticed(state, answers, lars)
         # float64: a round takes many small steps, and float32 would lose digits at each.
         w, b = (theta[name].astype(np.float64) for name in ("head.weight", "head.bias"))
         lr = 0.0 if hparams.mode == "frozen" else hparams.header_lr
@@ -169,25 +139,6 @@ class FedGH(FedStrategy):
             "moved": np.append(state["moved"], moved),
             **noted,
         }
-
-    def pooled(self, replies: Iterable[Reply]) -> list[Reply]:
-        """Return the class means of all clients' noised sums, as the LARs of one reply: one client's are mostly noise.
-
-        Means are of at least one image and no longer than an image's representation.
-        """
-        answers = list(replies)
-        found = [names.under(NOISED, reply.arrays) for reply in answers]
-        total: dict[str, Any] = {}
-        for arrays in capped_sums(found, [self._joint().length(a) for a in found], self.robust.count_cap):
-            total = {n: total.get(n, 0.0) + a for n, a in arrays.items()}
-        if not answers:
-            return []
-        count, sums, _ = privacy.projected(total["count"], total["sum"])
-        lar = (sums / count[:, None]).astype(np.float32)
-        return [dataclasses.replace(answers[-1], arrays={"lar": lar, "labels": np.arange(len(lar), dtype=np.int32)})]
-
-    def _joint(self) -> privacy.Joint:
-        return privacy.Joint(self.context.num_classes, self.context.width)
 
     def noticed(self, state: ServerState, answers: Sequence[Reply], lars: Sequence[LARs]) -> ServerState:
         """Return further entries of the next state, from what `passes` gets."""
@@ -217,6 +168,7 @@ METHOD = Method(
     shared=HEAD,
     up=NONE,
     extra_up=("lar", "labels", NOISED),
+    reduces={"train": {"lar": Rows("lar", noised=NOISED)}},
     per_class="min_class_count",
     heterogeneous=True,
     travels="class means up, the header down",

@@ -33,6 +33,7 @@ from fedapp.core.virtual import draw, factorise
 from fedapp.errors import BadRequest, Impossible
 from fedapp.learning.metrics import tidy
 from fedapp.method import HEAD, NONE, Method, Reply, Scored, ServerContext, ServerState
+from fedapp.reduce.spec import Rows
 from strategies.fedgh import FedGH, Float64, LARs
 
 MOST_BETWEEN = 0.5
@@ -50,8 +51,6 @@ class FedGHG(FedGH):
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse what is no set of LARs with variances and, if asked for, counts."""
-        if problem := super().check(state, reply):
-            return problem
         s, cov, counts = self.hparams, reply.arrays.get("cov"), reply.arrays.get("counts")
         if (cov is None) != (s.cov == "none") or (counts is None) != (s.weights == "equal"):
             kind = f"a reply with cov={s.cov} and weights={s.weights}"
@@ -118,6 +117,7 @@ METHOD = Method(
     shared=HEAD,
     up=NONE,
     extra_up=("lar", "labels", "cov", "counts"),
+    reduces={"train": {"lar": Rows("lar", beside=("cov", "counts"))}},
     per_class="min_class_count",
     heterogeneous=True,
     travels="class means and variances up, the header down",

@@ -21,20 +21,18 @@ nobody has too, untrained; here such a class is neither a candidate nor sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clients.fedtgp import FedTGPClient, FedTGPHParams
-from fedapp.core.classmeans import problem_of
 from fedapp.core.prototypes import contrastive, margin, outputs
-from fedapp.core.robust import screened_lars
 from fedapp.lazy import Tensor, torch
 from fedapp.learning.metrics import tidy
 from fedapp.learning.training import batch_slices
-from fedapp.method import NONE, Method, Reply, Scored, ServerContext, ServerState
+from fedapp.method import NONE, Method, Scored, ServerContext, ServerState
+from fedapp.reduce.spec import Reduced, Rows
 from strategies.fedproto import FedProto, nearest_of
 
 Float64 = NDArray[np.float64]
@@ -55,24 +53,12 @@ class FedTGP(FedProto):
         net = {"vectors": rng.standard_normal((context.num_classes, d)), **layers}
         return {**state, "net": net, "margin": np.zeros(0), "loss": np.zeros(0)}
 
-    def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse anything but one class mean for each of some classes."""
-        protos, labels = reply.arrays.get("protos"), reply.arrays.get("labels")
-        return problem_of(protos, labels, self.context.width, self.context.num_classes)
-
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Train the prototypes on the class means of the round; without any they stay."""
-        answers = list(replies)
-        given = [(r.arrays["labels"], r.arrays["protos"]) for r in answers]
-        noted: ServerState = {}
-        if self.robust.rules:
-            kept, bounded = screened_lars(given)
-            left_out = state.get("robust", {}).get("left_out", 0) + sum(int((~k).sum()) for k in kept)
-            given = [(y[k], rows[k]) for (y, _), rows, k in zip(given, bounded, kept)]
-            noted = {"robust": {"left_out": left_out}}
+        given = reduced.rows("protos")
         none = np.zeros((0, self.context.width))
-        y = np.concatenate([np.zeros(0, np.int64), *(labels for labels, _ in given)]).astype(np.int64)
-        z = np.concatenate([none, *(rows for _, rows in given)]).astype(np.float64)
+        y = np.concatenate([np.zeros(0, np.int64), *(of.labels for of in given)])
+        z = np.concatenate([none, *(of.rows for of in given)])
         present = np.unique(y)
         centres = np.stack([z[y == c].mean(axis=0) for c in present]) if len(present) else none
         known = state["known"].copy()
@@ -87,11 +73,10 @@ class FedTGP(FedProto):
             "protos": protos.astype(np.float32),
             "known": known,
             "owned": {},
-            "nearest": {**state["nearest"], **nearest_of(answers)},
+            "nearest": {**state["nearest"], **nearest_of(reduced.clients)},
             "net": {name: w.numpy() for name, w in net.items()},
             "margin": np.append(state["margin"], delta if len(present) else np.nan),
             "loss": np.append(state["loss"], np.mean(losses) if losses else np.nan),
-            **noted,
         }
 
     def descend(
@@ -128,6 +113,7 @@ METHOD = Method(
     hparams=FedTGPHParams,
     shared=NONE,
     extra_up=("protos", "labels"),
+    reduces={"train": {"protos": Rows("protos")}},
     per_class="",
     heterogeneous=True,
     metrics=("prototype-correct", "prototype-total"),

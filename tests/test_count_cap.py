@@ -22,7 +22,7 @@ from fedapp.method import Payload, Reply
 from fedapp.transport.records import METRICS
 from strategies._sums import HeadFromSums
 from strategies.ccvr import CCVR
-from strategies.fedgh import NOISED, LARs
+from strategies.fedgh import NOISED
 from tests import closedform, test_ccvr, test_fedgh, test_fedghg
 from tests.handmade import guard
 from tests.liars import change_arrays, federate
@@ -177,7 +177,7 @@ def test_counts_of_fedgh_on_gaussians_are_capped_before_pooling() -> None:
     def counts(cap: float, last: Reply) -> list[dict[int, int]]:
         made = test_fedghg.strategy(guard(count_cap=cap), weights="count", source="pooled")
         answers = [*honest[:2], last]
-        lars = [LARs.of(r) for r in answers]
+        lars = [test_fedghg.LARS(r) for r in answers]
         return [{c: g.n for c, g in of.items()} for of in made.screened(answers, lars)]
 
     assert counts(0, lie)[2] == {1: 10**6}
@@ -214,8 +214,8 @@ def test_noised_sums_count_for_no_more_than_the_cap(method: str) -> None:
             made = test_fedgh.strategy()
             made.context = test_fedgh.context(4, 5, np.zeros((4, 5)))
             made.robust = guard(count_cap=cap)
-            lar: np.ndarray = made.pooled(replies)[0].arrays["lar"]
-            return lar
+            made.privacy = Privacy("example", 1.0, 1e-5, 1e-9)
+            return made.reader.reduce("train", replies, {}).rows("lar")[0].rows
         server = test_ccvr.server if method == "ccvr" else closedform.server
         args = ("cov=sums base=none",) if method == "ccvr" else (method, "base=none")
         context = test_ccvr.context if method == "ccvr" else closedform.context

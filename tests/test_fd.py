@@ -21,7 +21,7 @@ from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from strategies.fd import FD, METHOD
-from tests.handmade import full_batch, images, participants, steps_by_hand
+from tests.handmade import full_batch, images, participants, refusal, steps_by_hand
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
 LOGITS = [{0: [2, 0, -1], 1: [0, 1.5, 0]}, {1: [0.5, 0.9, 0.1], 2: [-0.5, 0.2, 1]}]
@@ -44,7 +44,7 @@ def reply(client: int, rows: Mapping[int, Any]) -> Reply:
 def worked(**hparams: Any) -> tuple[FD, ServerState]:
     server, state = strategy(**hparams)
     replies = [reply(k, {c: softmax(z) for c, z in rows.items()}) for k, rows in enumerate(LOGITS)]
-    assert all(server.check({}, r) is None for r in replies)
+    assert all(refusal(server, {}, r) is None for r in replies)
     return server, server.aggregate(state, 1, iter(replies))
 
 
@@ -90,7 +90,7 @@ def test_worked_losses() -> None:
 def test_logit_targets_are_means_of_logits() -> None:
     server, state = strategy(output="logits", include_self=True)
     replies = [reply(k, rows) for k, rows in enumerate(LOGITS)]
-    assert all(server.check({}, r) is None for r in replies)
+    assert all(refusal(server, {}, r) is None for r in replies)
     state = server.aggregate(state, 1, iter(replies))
     np.testing.assert_allclose(rows_of(server.send(state, 2, 0))[1], [0.25, 1.2, 0.05], atol=1e-7)
 
@@ -160,8 +160,8 @@ def test_a_client_gets_targets_for_its_own_labels() -> None:
     ],
 )
 def test_bad_replies_are_refused(rows: dict[int, list[float]], words: str) -> None:
-    assert strategy()[0].check({}, reply(0, {0: [0, 1, 0], 2: [0.5, 0.495, 0]})) is None
-    assert words in str(strategy()[0].check({}, reply(0, rows)))
+    assert refusal(strategy()[0], {}, reply(0, {0: [0, 1, 0], 2: [0.5, 0.495, 0]})) is None
+    assert words in str(refusal(strategy()[0], {}, reply(0, rows)))
 
 
 def client(**hparams: Any) -> FDClient:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import fedapp
 from clients.fedgh import FedGHClient, FedGHHParams
+from fedapp.core.privacy import Privacy
 from fedapp.data.transforms import InputSpec
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
@@ -239,7 +240,7 @@ def test_order_arrival_takes_the_clients_as_their_replies_arrived() -> None:
     server = strategy(header_lr=0.5, order="arrival")
     start = server.init(context())
     one, two = reply(0, *LAR_0, arrival=1), reply(1, *LAR_1, arrival=0)
-    assert server.check(start, two) is None and server.check(start, one) is None
+    assert refusal(server, start, two) is None and refusal(server, start, one) is None
     state = server.aggregate(start, 1, iter([one, two]))
     np.testing.assert_allclose(head(state)[0][0], [0.322953, -0.364237], atol=6e-7)
 
@@ -326,7 +327,7 @@ def test_the_old_state_is_left_alone() -> None:
 def test_bad_replies_are_refused(arrays: dict[str, np.ndarray], words: str) -> None:
     server = strategy()
     server.init(context())
-    assert words in str(server.check({}, Reply(0, 5, arrays, {})))
+    assert words in str(refusal(server, {}, Reply(0, 5, arrays, {})))
 
 
 def test_a_row_that_is_not_finite_is_refused() -> None:
@@ -347,7 +348,7 @@ def test_a_reply_without_classes_is_fine_and_skipped() -> None:
     server = strategy(header_lr=0.5)
     start = server.init(context())
     empty = reply(2, np.zeros((0, 2)), np.zeros(0))
-    assert server.check({}, empty) is None
+    assert refusal(server, {}, empty) is None
     with_it = server.aggregate(start, 1, iter([reply(0, *LAR_0), empty]))
     alone = server.aggregate(start, 1, iter([reply(0, *LAR_0)]))
     assert np.array_equal(head(with_it)[0], head(alone)[0])
@@ -571,6 +572,7 @@ def test_noised_sums_of_all_clients_make_one_mean_per_class() -> None:
     sums = [noised(0, [4, 1, 5], [[1, 0], [0, 1], [2, 2]]), noised(1, [6, 3, 5], [[3, 2], [2, 1], [0, 2]])]
     made = strategy()
     made.context = context()
-    (found,) = made.pooled(sums)
-    np.testing.assert_allclose(found.arrays["lar"], [[0.4, 0.2], [0.5, 0.5], [0.2, 0.4]], atol=1e-6)
-    assert found.arrays["labels"].tolist() == [0, 1, 2] and made.pooled([]) == []
+    made.privacy = Privacy("example", 1.0, 1e-5, 1e-9)
+    (found,) = made.reader.reduce("train", sums, {}).rows("lar")
+    np.testing.assert_allclose(found.rows, [[0.4, 0.2], [0.5, 0.5], [0.2, 0.4]], atol=1e-6)
+    assert found.labels.tolist() == [0, 1, 2] and made.reader.reduce("train", [], {}).rows("lar") == []

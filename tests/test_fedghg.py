@@ -133,7 +133,8 @@ def test_draws_have_the_moments_of_each_clients_gaussian(cov: str) -> None:
 def LARS(of: Reply) -> Any:
     from strategies.fedgh import LARs
 
-    return LARs.of(of)
+    order = np.argsort(of.arrays["labels"])
+    return LARs(of.arrays["lar"][order].astype(np.float64), of.arrays["labels"][order].astype(np.int64))
 
 
 def test_the_mean_gradient_of_one_class_in_one_dimension_against_quadrature() -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fedapp.core.averages import RunningMean
 from fedapp.core.robust import RobustMean
 from fedapp.method import Array, Arrays, Reply
-from fedapp.reduce.spec import LABELS, ClassMean, ClassMeans, Float64, Mean
+from fedapp.reduce.spec import LABELS, ClassMean, ClassMeans, ClassRows, Float64, Mean, Rows
 
 Labels: TypeAlias = npt.NDArray[np.integer[Any]]
 
@@ -39,10 +39,8 @@ class MeanReducer:
         if len(self._waiting) == TOGETHER:
             self._add_waiting()
 
-    @property
-    def weaker(self) -> dict[int, str]:
-        """Nothing: no group of clients has a mean of its own."""
-        return {}
+    def note(self, noted: dict[str, Any]) -> None:
+        """Note nothing: there are no rules."""
 
     def result(self) -> Arrays:
         """Return the mean; afterwards nothing can be added."""
@@ -62,10 +60,8 @@ class PlainClassMeans:
         self._sums, self._weights = np.zeros(shape), np.zeros(shape[0])
         self._owned: dict[int, npt.NDArray[np.int32]] = {}
 
-    @property
-    def weaker(self) -> dict[int, str]:
-        """Nothing: there are no rules."""
-        return {}
+    def note(self, noted: dict[str, Any]) -> None:
+        """Note nothing: there are no rules."""
 
     def add(self, reply: Reply) -> None:
         """Add the rows of a reply."""
@@ -80,6 +76,27 @@ class PlainClassMeans:
         seen = self._weights > 0
         self._sums[seen] /= self._weights[seen, None]
         return ClassMeans(self._sums, seen, self._owned)
+
+
+class PlainRows:
+    """Rows of single classes as they came."""
+
+    def __init__(self, spec: Rows) -> None:
+        self.spec = spec
+        self._found: list[ClassRows] = []
+
+    def note(self, noted: dict[str, Any]) -> None:
+        """Note nothing: there are no rules."""
+
+    def add(self, reply: Reply) -> None:
+        """Keep the rows of a reply, in the order of their classes."""
+        labels, rows = reply.arrays[LABELS], reply.arrays[self.spec.rows]
+        order = np.argsort(labels)
+        self._found.append(ClassRows(reply, labels[order].astype(np.int64), rows[order].astype(np.float64)))
+
+    def result(self) -> list[ClassRows]:
+        """Return the rows of all clients."""
+        return self._found
 
 
 def weighted_rows(spec: ClassMean, reply: Reply) -> tuple[Labels, Float64, Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,11 +13,14 @@ from fedapp.core.privacy import Privacy
 from fedapp.core.robust import UNGUARDED, count_limit, mean_of
 from fedapp.errors import Impossible
 from fedapp.method import Arrays, Method, Reduction, Reply, ServerContext, ServerState
-from fedapp.reduce.plain import MeanReducer, PlainClassMeans
-from fedapp.reduce.robust import RobustClassMeans
-from fedapp.reduce.spec import ClassMean, Each, Mean, Reduced, Reducer
+from fedapp.reduce.noised import NoisedRows, PooledRows
+from fedapp.reduce.plain import MeanReducer, PlainClassMeans, PlainRows
+from fedapp.reduce.robust import RobustClassMeans, ScreenedRows
+from fedapp.reduce.spec import ClassMean, Each, Mean, Reduced, Reducer, Rows
 from fedapp.settings import RobustnessSettings
 
+Formed: TypeAlias = Mean | ClassMean | Rows | NoisedRows
+"""Reductions that know the form of a reply."""
 USUAL: Mapping[str, Reduction] = {"model": Mean()}
 """Reductions of an exchange for which a method declares none."""
 
@@ -55,7 +58,15 @@ class Reader:
 
     def __init__(self, method: Method, hparams: Any, context: ServerContext, policy: Policy) -> None:
         self.context, self.policy = context, policy
-        self.reductions = method.reductions(hparams)
+        self.reductions = {
+            exchange: {name: self._noised(reduction) for name, reduction in found.items()}
+            for exchange, found in method.reductions(hparams).items()
+        }
+
+    def _noised(self, reduction: Reduction) -> Reduction:
+        """Return the form with noise of a reduction, where the run asks for it and there is one."""
+        private = self.policy.privacy is not None and isinstance(reduction, Rows) and reduction.noised
+        return NoisedRows(reduction) if private and isinstance(reduction, Rows) else reduction
 
     def reduce(self, exchange: str, replies: Iterable[Reply], state: ServerState) -> Reduced:
         """Return the replies to an exchange, to be reduced as they arrive."""
@@ -69,6 +80,10 @@ class Reader:
         if isinstance(reduction, ClassMean):
             of = reduction.of(self.context, state)
             return RobustClassMeans(reduction, of, robust) if robust.active else PlainClassMeans(reduction, of.shape)
+        if isinstance(reduction, NoisedRows):
+            return PooledRows(reduction, self.context, robust.count_cap)
+        if isinstance(reduction, Rows):
+            return ScreenedRows(reduction) if robust.rules else PlainRows(reduction)
         assert isinstance(reduction, Mean)
         arrays = reduction.of(self.context, state)
         return MeanReducer(arrays, mean_of(arrays, robust), reduction)
@@ -78,11 +93,11 @@ class Reader:
         forms = self._forms(exchange, state)
         return None if forms is None else {name: a for _, form in forms for name, a in form.items()}
 
-    def _forms(self, exchange: str, state: ServerState) -> list[tuple[Mean | ClassMean, Arrays]] | None:
+    def _forms(self, exchange: str, state: ServerState) -> list[tuple[Formed, Arrays]] | None:
         """Return each reduction of an exchange with its form; None where the method alone knows one."""
-        found: list[tuple[Mean | ClassMean, Arrays]] = []
+        found: list[tuple[Formed, Arrays]] = []
         for reduction in self.reductions.get(exchange, {"": Each()}).values():
-            if not isinstance(reduction, (Mean, ClassMean)):
+            if not isinstance(reduction, Formed):
                 return None
             form = reduction.form(self.context, state)
             if form is None:
@@ -95,7 +110,7 @@ class Reader:
         forms, model = self._forms(exchange, state), self.context.initial.keys()
         if forms is None:
             return lambda reply: None
-        known = {name for _, form in forms for name in form}
+        known = {name for r, form in forms for name in (*form, *(r.beside if isinstance(r, Rows) else ()))}
 
         def problem(reply: Reply) -> str | None:
             if extra := reply.arrays.keys() - known - model:

@@ -5,6 +5,7 @@
 =============  =================================================================
 ``Mean``       the mean of named arrays, weighted by n_k or uniform
 ``ClassMean``  for each class the mean over the clients that have it
+``Rows``       one row for each class of a client, client by client
 ``Each``       the arrays of each client by themselves
 =============  =================================================================
 
@@ -14,6 +15,7 @@ form in which a reduction is computed, plain or robust, is the run's, and a meth
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -153,6 +155,35 @@ class ClassMean(Reduction):
 
 
 @dataclass(frozen=True)
+class Rows(Reduction):
+    """One row for each of a client's classes, with their labels, client by client.
+
+    Attributes
+    ----------
+    rows : name of the array (S, d).
+    outputs : whether rows are outputs of a model, (S, C), and not representations.
+    beside : names of further arrays of a reply, which the method checks.
+    noised : prefix of noised counts and sums of all classes, which a reply holds instead in a run with `dp = example`;
+        empty = there is no such form.
+    """
+
+    rows: str
+    outputs: bool = False
+    beside: tuple[str, ...] = ()
+    noised: str = ""
+
+    def form(self, context: ServerContext, state: ServerState) -> Arrays:
+        """Return a reply of a client that has all classes."""
+        classes, width = context.num_classes, context.num_classes if self.outputs else context.width
+        return {self.rows: np.zeros((classes, width), np.float32), LABELS: np.zeros(classes, np.int32)}
+
+    def problem(self, arrays: Arrays, form: Arrays, num_samples: int) -> str | None:
+        """Return why arrays are not one row for each of some classes, or None."""
+        classes, width = form[self.rows].shape
+        return problem_of(arrays.get(self.rows), arrays.get(LABELS), width, classes)
+
+
+@dataclass(frozen=True)
 class Each(Reduction):
     """The arrays of each client that no other reduction of the exchange names.
 
@@ -184,6 +215,20 @@ class ClassMeans:
     owned: dict[int, npt.NDArray[np.int32]]
 
 
+@dataclass
+class ClassRows:
+    """The rows of one client.
+
+    Attributes
+    ----------
+    reply : where they come from.   labels : (S,) int64, ascending.   rows : (S, d) float64.
+    """
+
+    reply: Reply
+    labels: npt.NDArray[np.int64]
+    rows: Float64
+
+
 class Reducer(Protocol):
     """Takes the replies of an exchange one at a time."""
 
@@ -193,9 +238,8 @@ class Reducer(Protocol):
     def result(self) -> Any:
         """Return the reduction of all replies that were added."""
 
-    @property
-    def weaker(self) -> Mapping[int, str]:
-        """The rule that took the place of the run's, by class or cluster, where that has too few senders."""
+    def note(self, noted: dict[str, Any]) -> None:
+        """Add to an entry of the state what a robust form did with the replies."""
 
 
 class Reduced:
@@ -259,18 +303,22 @@ class Reduced:
             self._groups[group] = mean
         return mean
 
-    def noted(self, before: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
-        """Return by rule, and by class or group, in how many rounds it took the place of the run's, which needs more.
+    def rows(self, name: str) -> list[ClassRows]:
+        """Return the rows `name` of all clients."""
+        found: list[ClassRows] = self._result(name)
+        return found
+
+    def noted(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what robust forms did so far, for the state.
 
         Parameters
         ----------
         before : the same before this exchange.
         """
-        found = {rule: dict(groups) for rule, groups in before.items()}
-        for used in (*(self._reducers[name].weaker for name in self._results), weaker(self._groups)):
-            for group, rule in used.items():
-                groups = found.setdefault(rule, {})
-                groups[group] = groups.get(group, 0) + 1
+        found = copy.deepcopy(dict(before))
+        for name in self._results:
+            self._reducers[name].note(found)
+        note_weaker(found, weaker(self._groups))
         return found
 
     def _result(self, name: str) -> Any:
@@ -278,3 +326,10 @@ class Reduced:
             self.drain()
             self._results[name] = self._reducers[name].result()
         return self._results[name]
+
+
+def note_weaker(noted: dict[str, Any], used: Mapping[int, str]) -> None:
+    """Count by rule, and by class or group, the rounds in which it took the place of the run's, which needs more."""
+    for group, rule in used.items():
+        groups = noted.setdefault(rule, {})
+        groups[group] = groups.get(group, 0) + 1
