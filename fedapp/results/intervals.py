@@ -1,0 +1,147 @@
+"""Differences between methods over seeds: one interval for a table, and the words and numbers that follow from it.
+
+The unit is the seed. The clients of one seed share a partition, an initial model and a federation, so their differences
+are no independent evidence; balanced scores of one global model are one number, however many clients there are. So each
+seed gives one number, its mean difference, and every interval here is a t interval over seeds.
+
+Differences are shares in [-1, 1].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedapp.results.statistics import Floats, measured
+
+PRIOR_FREEDOM = 2.0
+"""Degrees of freedom that the variance common to a table's rows counts for."""
+FEW_SEEDS = 6
+"""From this number of seeds on each row keeps its own variance."""
+FEW_ROWS = 3
+"""Fewer rows have no common variance."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A method's mean difference to the reference of its table, with its intervals.
+
+    Attributes
+    ----------
+    values : one for each seed (n,).   mean : of the values.
+    error : standard error of the mean; freedom : its degrees of freedom; both NaN with one seed.
+    low, high : interval that holds for all rows of the table together, at 95 %; NaN with one seed.
+    inner : half the width of this row's own 90 % interval, for two one-sided tests at 5 %.
+    """
+
+    values: Floats
+    mean: float
+    error: float
+    freedom: float
+    low: float
+    high: float
+    inner: float
+
+    def equals(self, margin: float) -> bool:
+        """Return whether two one-sided t-tests at 5 % exclude a difference of `margin` in either direction."""
+        return -margin < self.mean - self.inner and self.mean + self.inner < margin
+
+    def word(self, margin: float) -> str:
+        """Return the decision in words; empty with one seed.
+
+        Parameters
+        ----------
+        margin : smallest difference that matters, see :func:`margin_of`.
+        """
+        if math.isnan(self.error):
+            return ""
+        equal = self.equals(margin)
+        if not self.low > 0 and not self.high < 0:
+            return "equal" if equal else "open"
+        side = "better" if self.low > 0 else "worse"
+        if self.low > margin or self.high < -margin:
+            return f"{side} by more than the margin"
+        return f"{side}, by less than the margin" if equal else side
+
+    def probabilities(self, margin: float) -> tuple[float, float, float]:
+        """Return the posterior probabilities of worse, equal and better, from this row's values alone; NaN for one.
+
+        The posterior of the mean under a flat prior is a t distribution with n - 1 degrees of freedom (Benavoli et al.,
+        2017, "Time for a change", without their correction for overlapping training sets).
+        """
+        n, spread = len(self.values), float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
+        if math.isnan(spread) or not spread:
+            return (math.nan,) * 3
+        from scipy import stats
+
+        below = float(stats.t.cdf((-margin - self.mean) * math.sqrt(n) / spread, n - 1))
+        above = float(stats.t.sf((margin - self.mean) * math.sqrt(n) / spread, n - 1))
+        return below, 1 - below - above, above
+
+
+def differences_of(table: Mapping[str, Sequence[float]], resolution: float) -> dict[str, Difference]:
+    """Return every row's difference with intervals that hold together (Bonferroni over the k rows), at 95 %.
+
+    With few seeds a variance is hardly known. Where a table has at least three rows and a row fewer than six seeds, its
+    variance is moderated by the one common to the rows: (d0 s0 + (n - 1) s2) / (d0 + n - 1) with n - 1 + d0 degrees of
+    freedom (Smyth, 2004), s0 = median over rows of s2 / (median of chi-squared(n - 1) / (n - 1)). d0 = 2 is fixed:
+    all rows share the reference's luck, so their variances are more alike than Smyth's estimate of d0 assumes.
+
+    Parameters
+    ----------
+    table : row -> one difference for each seed, at least one.   The reference is no row.
+    resolution : smallest step of such a difference, > 0. A variance is at least that of rounding, resolution^2 / 12.
+    """
+    from scipy import stats
+
+    rows = {name: measured(values) for name, values in table.items()}
+    variance = {n: max(float(v.var(ddof=1)), resolution**2 / 12) for n, v in rows.items() if len(v) > 1}
+    scaled = [s2 / (stats.chi2.median(len(rows[n]) - 1) / (len(rows[n]) - 1)) for n, s2 in variance.items()]
+    common = float(np.median(scaled)) if scaled else math.nan
+    found = {}
+    for name, values in rows.items():
+        n, mean = len(values), float(values.mean())
+        error = freedom = half = inner = math.nan
+        if name in variance:
+            prior = prior_freedom(n, len(rows))
+            freedom = n - 1 + prior
+            error = math.sqrt((prior * common + (n - 1) * variance[name]) / freedom / n)
+            half = float(stats.t.ppf(1 - 0.025 / len(rows), freedom)) * error
+            inner = float(stats.t.ppf(0.95, freedom)) * error
+        found[name] = Difference(values, mean, error, freedom, mean - half, mean + half, inner)
+    return found
+
+
+def prior_freedom(seeds: int, rows: int) -> float:
+    """Return the degrees of freedom that the common variance counts for in a table of `rows` rows."""
+    return PRIOR_FREEDOM if rows >= FEW_ROWS and seeds < FEW_SEEDS else 0.0
+
+
+def margin_of(reference: float, test_rows: float) -> float:
+    """Return the smallest difference that matters: one point, or less near 100 %, but one test row of a client.
+
+    Parameters
+    ----------
+    reference : mean accuracy of the reference, a share.   test_rows : of the median client, > 0.
+    """
+    return max(min(0.01, 0.1 * (1 - reference)), 1 / test_rows)
+
+
+def smallest_seen(seeds: int, rows: int, power: float = 0.8) -> float:
+    """Return the smallest true difference that is found with this power, in standard deviations over seeds.
+
+    Parameters
+    ----------
+    seeds : at least 2.   rows : compared with the reference.
+    """
+    from scipy import optimize, stats
+
+    freedom = seeds - 1 + prior_freedom(seeds, rows)
+    critical = float(stats.t.ppf(1 - 0.025 / rows, freedom))
+    # The noncentral distribution loses digits far out: the root lies below twice the critical value and three.
+    limit = 2 * critical / math.sqrt(seeds) + 3
+    found = optimize.bisect(lambda d: stats.nct.sf(critical, freedom, d * math.sqrt(seeds)) - power, 0, limit)
+    return float(found)
