@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import ttest_rel
+from scipy.stats import ttest_1samp, ttest_rel
 from typer.testing import CliRunner
 
 from fedapp import cli, config
@@ -31,7 +31,7 @@ from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.results import report
 from fedapp.results.directory import only_writer
 from fedapp.results.runs import MAX_FOLDER, PAIRED, read_comparison
-from fedapp.results.statistics import privacy, signed_rank
+from fedapp.results.statistics import privacy
 from fedapp.results.terminal import Screen, echo
 
 BASE: dict[str, Any] = {
@@ -221,7 +221,15 @@ def test_the_page_speaks_of_options_that_exist() -> None:
     named = set(re.findall(r"--[a-z][a-z-]*", text)) - {"--run-config"}  # of flwr run
     assert len(named) > 10
     assert {n for n in named if n not in shown} == set()
-    for column in ("worst_decile", "target_rounds", "std_over_seeds", "p_holm", "classes_per_client", "completed"):
+    for column in (
+        "worst_decile",
+        "target_rounds",
+        "std_over_seeds",
+        "p_holm",
+        "word",
+        "classes_per_client",
+        "completed",
+    ):
         assert column in text
 
 
@@ -319,9 +327,7 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
     assert (tmp_path / "runs/digits-iid/fedavg-lr=0.02-s1/summary.json").is_file()
     tests = pd.read_csv(tmp_path / "significance.csv")
     assert len(tests) == 2 * len([m for m in tables.MEASURES if "tuned" not in m])
-    balanced = tests["measure"].str.endswith("balanced")
-    assert set(tests["pairs"][~balanced]) == {8}, "4 clients x 2 seeds"
-    assert set(tests["pairs"][balanced]) == {2}, "one number per seed"
+    assert set(tests["seeds"]) == {2}, "one number per seed"
     assert set(tests["variant"]) == {"fedavg(lr=0.02)"}
     assert PAIRED in result.output, "Standalone has a row for received"
     row = tests[(tests["partition"] == "iid") & (tests["measure"] == "trained_accuracy")].iloc[0]
@@ -333,7 +339,11 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
     by_seed = [finals["fedavg-lr=0.02", s] - finals["local", s] for s in (0, 1)]
     assert row["mean_difference"] == pytest.approx(np.mean([d.mean() for d in by_seed]))
     assert row["std_over_seeds"] == pytest.approx(np.std([d.mean() for d in by_seed], ddof=1))
-    assert row["p"] == row["p_holm"] == signed_rank(np.concatenate(by_seed))
+    wanted = ttest_1samp([d.mean() for d in by_seed], 0)
+    assert row["p"] == row["p_holm"] == pytest.approx(wanted.pvalue)
+    assert (row["low"], row["high"]) == pytest.approx(tuple(wanted.confidence_interval(0.95)))
+    assert [float(d) for d in row["by_seed"].split()] == pytest.approx([d.mean() for d in by_seed], abs=1e-6)
+    assert "Two seeds: their differences are shown and not judged" in result.output
     row = tests[(tests["partition"] == "iid") & (tests["measure"] == "received_balanced")].iloc[0]
     numbers = [
         RunResult(tmp_path / "runs/digits-iid" / f"{name}-s{s}").final["received_balanced"].mean()
@@ -562,17 +572,15 @@ def test_messages_on_a_terminal_break_between_words(
     )
 
 
-def test_one_pair_of_models_has_no_p_value_of_its_balanced_scores(
-    tmp_path: Path, no_page: list[Path], in_turn: list[str]
-) -> None:
-    """All clients of FedAvg score one model on the same test rows."""
+def test_one_seed_shows_no_difference(tmp_path: Path, no_page: list[Path], in_turn: list[str]) -> None:
+    """All clients of one seed share a federation, and those of FedAvg one model."""
     words = ("--methods", "fedavg,fedprox", "--clients", "4", *SMALL, "--rounds", "1", "--out", str(tmp_path))
     result = command(*words)
     assert result.exit_code == 0, result.output
     tests = pd.read_csv(tmp_path / "significance.csv").set_index("measure")
     row = tests.loc["received_balanced"]
-    assert (row["pairs"], row["seeds"]) == (1, 1) and np.isnan(row["p"]) and np.isnan(row["p_holm"])
-    assert "p –" in result.stdout
+    assert row["seeds"] == 1 and row[["low", "high", "word", "p", "p_holm"]].isna().all()
+    assert "One seed: a difference may be chance" in result.stdout and "Difference to" not in result.stdout
 
 
 def test_a_run_that_diverged_is_shown_as_failed_with_what_to_do(

@@ -335,9 +335,9 @@ def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) ->
     ]  # fmt: skip
     (tmp_path / "results.csv").write_text("\n".join([head + "trained_target_bytes", *rows]) + "\n")
     (tmp_path / "significance.csv").write_text(
-        "dataset,partition,alpha,classes_per_client,measure,variant,reference,mean_difference,std_over_seeds,p_holm\n"
-        "digits,dirichlet,0.3,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,0.0123,,0.04\n"
-        "digits,dirichlet,2.0,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,-0.2,0.31,0.0002\n"
+        "dataset,partition,alpha,classes_per_client,measure,variant,reference,seeds,by_seed,mean_difference,low,high,word\n"
+        "digits,dirichlet,0.3,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,2,0.01 0.0146,0.0123,-0.02,0.04,open\n"
+        "digits,dirichlet,2.0,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,3,-0.1 -0.2 -0.3,-0.2,-0.4,-0.05,worse\n"
     )
     found, data = (report.write(tmp_path), page(tmp_path))[1], read_comparison(tmp_path)
     assert data.labels == ("local", "fedprox(mu=0.1 lr=0.1)", "fedprox(mu=0.1 lr=0.2)")
@@ -352,8 +352,8 @@ def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) ->
         ["FedProx (mu=0.1 lr=0.2)", "never", "–"],
     ]
     assert found.rows[second + 2][:3] == ["FedProx (mu=0.1 lr=0.1)", "4.0", "1.0 MB"]
-    assert ["FedProx (mu=0.1 lr=0.1)", "+1.2 ± –, p = 0.040"] in found.rows
-    assert ["FedProx (mu=0.1 lr=0.1)", "-20.0 ± 31.0, p < 0.001"] in found.rows
+    assert ["FedProx (mu=0.1 lr=0.1)", "+1.0 and +1.5"] in found.rows
+    assert ["FedProx (mu=0.1 lr=0.1)", "-20.0 (-40.0 to -5.0), worse"] in found.rows
     assert "Alpha 0.3" in found.said and "Alpha 2.0" in found.said
 
 

@@ -183,8 +183,6 @@ def test_numbers_as_text() -> None:
     assert statistics.until(pd.Series([3.0, 5.0])) == "4.0"
     assert statistics.until(pd.Series([3.0, math.nan]), digits=0) == "3 (1/2)"
     assert statistics.until(pd.Series([math.nan])) == "never"
-    assert statistics.probability(0.0004) == "p < 0.001"
-    assert statistics.probability(0.25) == "p = 0.250"
     assert [statistics.size(n) for n in (None, 9_999, 10_000, 1_500_000, 2e9)] == [
         "–", "9,999 B", "10.0 kB", "1.5 MB", "2.0 GB",
     ]  # fmt: skip

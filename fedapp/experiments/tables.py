@@ -1,4 +1,4 @@
-"""From finished runs to tidy tables: results, curves, paired tests, and whether the runs may be compared at all."""
+"""From finished runs to tidy tables: results, curves, differences, and whether the runs may be compared at all."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pandas as pd
 from rich.table import Column, Table
 from rich.text import Text
@@ -20,7 +21,9 @@ from rich.text import Text
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import counted
 from fedapp.experiments.jobs import Job
+from fedapp.results import intervals
 from fedapp.results.cells import write_table
+from fedapp.results.intervals import differences_of, margin_of
 from fedapp.results.runs import HARM_TEXT, ONE_SCORE, PAIRED, TUNED_PAIRS, UNADJUSTED, RunResult, refuse
 from fedapp.results.statistics import (
     DASH,
@@ -29,11 +32,8 @@ from fedapp.results.statistics import (
     mean_and_std,
     over,
     privacy,
-    probability,
     reached,
-    signed_rank,
     spread,
-    t_test,
     tally,
     until,
 )  # fmt: skip
@@ -169,29 +169,26 @@ def curves(jobs: Sequence[Job]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
-# ---- paired tests ----------------------------------------------------------------------------------------------------
+# ---- differences -----------------------------------------------------------------------------------------------------
 
 
 def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
-    """Test every method against the reference on the final scores of all clients.
-
-    Scores on the clients' own test rows are paired by client and seed. Balanced scores of all clients of a run are on
-    the same test rows, and are one number where the clients share one model. So they are one number per seed.
+    """Compare every method with the reference on the final scores of all clients; each seed gives one number.
 
     Returns
     -------
-    One row per setting, measure and method: `pairs`, `seeds`, `mean_difference`, `std_over_seeds` (of the seeds' mean
-    differences, ddof 1), `p` (:func:`signed_rank` over all pairs; of balanced scores :func:`t_test` over seeds, NaN for
-    one seed), `p_holm` (corrected over the methods of a setting and measure). Methods that fine-tune are also tested on
-    `tuned`, against the reference's `trained` score where it does not fine-tune itself. Clients of one seed share a
-    federation, so p holds for these partitions alone; `std_over_seeds` is the spread over seeds.
+    One row per setting, measure and method: `seeds`, `by_seed` (the differences, separated by blanks), their mean
+    `mean_difference` and spread `std_over_seeds` (ddof 1), the interval `low` to `high` that holds for all methods of a
+    setting and measure together (:func:`differences_of`), `margin` and `word` (:class:`Difference`), the probabilities
+    `worse`, `equal` and `better` by more than the margin, `p` of the t-test and `p_holm` corrected over the methods.
+    Methods that fine-tune are also compared on `tuned`, against the reference's `trained` score where it does not
+    fine-tune itself.
     """
     rows: list[dict[str, Any]] = []
     for setting in dict.fromkeys(j.setting for j in jobs):
         members = [j for j in jobs if j.setting == setting]
         about = {k: v for k, v in describe(members[0]).items() if k in SETTING}
         labels = dict.fromkeys(j.variant.label for j in members)
-        step = max(j.result.resolution(pooled=True) for j in members)
         finals = pd.concat([j.result.final.assign(variant=j.variant.label, seed=j.seed) for j in members])
         for measure in MEASURES if reference in labels else ():
             if measure not in finals:
@@ -200,20 +197,28 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
             if measure.startswith(TUNED) and scores[reference].isna().all():
                 trained = finals[finals["variant"] == reference].set_index(["seed", "client"])
                 scores[reference] = trained[measure.replace(TUNED, "trained")]
-            tested = []
-            for label in labels:
-                differences = (scores[label] - scores[reference]).dropna()
-                if label == reference or differences.empty:
-                    continue
-                by_seed = [d.to_numpy().mean() for _, d in differences.groupby("seed")]
-                mean, std = mean_and_std(by_seed)
-                one = measure.endswith(BALANCED)
-                tested.append({
-                    **about, "measure": measure, "variant": label, "reference": reference,
-                    "pairs": len(by_seed if one else differences), "seeds": len(by_seed), "mean_difference": mean,
-                    "std_over_seeds": std, "p": t_test(by_seed, step) if one else signed_rank(differences),
-                })  # fmt: skip
-            rows += [{**row, "p_holm": p} for row, p in zip(tested, holm([row["p"] for row in tested]))]
+            differences = {
+                label: by_seed.to_numpy()
+                for label in labels
+                if label != reference
+                and len(by_seed := (scores[label] - scores[reference]).groupby("seed").mean().dropna())
+            }
+            pooled = measure.endswith(BALANCED)
+            step = max(j.result.resolution(pooled) for j in members)
+            tested = np.median(np.concatenate([j.result.test_rows for j in members]))
+            margin = margin_of(float(scores[reference].mean()), 1 / step if pooled else float(tested))
+            found = differences_of(differences, step)
+            corrected = holm([d.p for d in found.values()])
+            rows += [
+                {
+                    **about, "measure": measure, "variant": label, "reference": reference, "seeds": len(d.values),
+                    "by_seed": " ".join(f"{v:.6f}" for v in d.values), "mean_difference": d.mean,
+                    "std_over_seeds": mean_and_std(d.values)[1], "low": d.low, "high": d.high, "margin": margin,
+                    "word": d.word(margin), **dict(zip(("worse", "equal", "better"), d.probabilities(margin))),
+                    "p": d.p, "p_holm": p, "standard_error": d.error,
+                }
+                for (label, d), p in zip(found.items(), corrected)
+            ]  # fmt: skip
     return pd.DataFrame(rows)
 
 
@@ -358,6 +363,7 @@ def print_tables(
         lines.append(TUNED_PAIRS)
     if table["gain"].notna().any():
         lines.append(HARM_TEXT)
+    lines += [_power(part, titles) for _, part in tests.groupby(SETTING, dropna=False, sort=False)]
     by = table.groupby("headline", sort=False)["variant"].unique()
     judged = [f"{score} for {', '.join(titles[str(v)] for v in names)}" for score, names in by.items() if score]
     lines.append(f"headline, the score that a method is judged by: {'; '.join(judged)}.")
@@ -406,10 +412,17 @@ def _privacy(rows: pd.DataFrame) -> str:
 
 def _difference(rows: pd.DataFrame, measure: str) -> str:
     for _, row in rows[rows["measure"] == measure].iterrows():
-        std = row["std_over_seeds"]
-        text = f"{100 * row['mean_difference']:+.1f}" + ("" if math.isnan(std) else f" ± {100 * std:.1f}")
-        return f"{text}, {probability(row['p_holm'])}"
+        return intervals.in_words(row)
     return DASH
+
+
+def _power(tests: pd.DataFrame, titles: Mapping[str, str]) -> str:
+    """Say what the seeds of a setting could show of `trained`, or of its first measure."""
+    ranked = sorted(tests["measure"].unique(), key=lambda m: m != "trained_accuracy")
+    rows = tests[tests["measure"] == ranked[0]]
+    seeds, reference = int(rows["seeds"].min()), titles[str(rows["reference"].iloc[0])]
+    spread_over_seeds = float((rows["standard_error"] * np.sqrt(rows["seeds"])).median())
+    return intervals.power_text(seeds, len(rows), reference, spread_over_seeds)
 
 
 def _tables(
@@ -460,11 +473,11 @@ def _tables(
             "seconds": lambda rows: f"{rows['run_seconds'].mean():,.0f}",
         },
     )
-    if len(tests):
+    if len(tests) and seeds > 1:
         names = {m: " ".join(m.removesuffix("_accuracy").split("_")[::-1]) for m in tests["measure"].unique()}
+        judged = "95 % interval that holds for all methods of the column" if seeds > 2 else "one value for each seed"
         yield (
-            f"Difference to {titles[tests['reference'].iloc[0]]} in points, p after Holm: paired over clients"
-            f"{' and seeds' if seeds > 1 else ''} (Wilcoxon signed-rank); balanced over seeds (t-test)\n({meaning})",
+            f"Difference to {titles[tests['reference'].iloc[0]]} in points, {judged}\n({meaning})",
             tests,
             {name: partial(_difference, measure=measure) for measure, name in names.items()},
         )

@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from fedapp.results.statistics import Floats, measured
+from fedapp.errors import counted
+from fedapp.results.statistics import DASH, Floats, measured
 
 PRIOR_FREEDOM = 2.0
 """Degrees of freedom that the variance common to a table's rows counts for."""
@@ -48,6 +50,13 @@ class Difference:
     def equals(self, margin: float) -> bool:
         """Return whether two one-sided t-tests at 5 % exclude a difference of `margin` in either direction."""
         return -margin < self.mean - self.inner and self.mean + self.inner < margin
+
+    @property
+    def p(self) -> float:
+        """Two-sided p of the t-test of this row alone; NaN with one seed."""
+        from scipy import stats
+
+        return float(2 * stats.t.sf(abs(self.mean) / self.error, self.freedom))
 
     def word(self, margin: float) -> str:
         """Return the decision in words; empty with one seed.
@@ -145,3 +154,44 @@ def smallest_seen(seeds: int, rows: int, power: float = 0.8) -> float:
     limit = 2 * critical / math.sqrt(seeds) + 3
     found = optimize.bisect(lambda d: stats.nct.sf(critical, freedom, d * math.sqrt(seeds)) - power, 0, limit)
     return float(found)
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+COLUMNS = ("seeds", "by_seed", "mean_difference", "low", "high", "word")
+"""Columns of `significance.csv` that :func:`in_words` reads."""
+
+
+def in_words(row: Mapping[str, Any]) -> str:
+    """Write a row of `significance.csv` in points: mean, interval and decision; the two values of two seeds.
+
+    One seed has no interval, so its difference is not written.
+    """
+    if row["seeds"] < 2:
+        return DASH
+    if row["seeds"] == 2:
+        return " and ".join(f"{100 * float(d):+.1f}" for d in str(row["by_seed"]).split())
+    low, mean, high = (f"{100 * row[name]:+.1f}" for name in ("low", "mean_difference", "high"))
+    return f"{mean} ({low} to {high}), {row['word']}"
+
+
+def is_decided(row: Mapping[str, Any]) -> bool:
+    """Return whether the interval of a row of `significance.csv` excludes zero; from three seeds on."""
+    return bool(row["seeds"] > 2 and (row["low"] > 0 or row["high"] < 0))
+
+
+def power_text(seeds: int, rows: int, reference: str, spread: float) -> str:
+    """Say which differences so few seeds can show.
+
+    Parameters
+    ----------
+    rows : compared with the reference.   spread : standard deviation of a difference over seeds, a share; NaN for one.
+    """
+    if seeds < 2 or math.isnan(spread):
+        return "One seed: a difference may be chance, so none is shown. --seeds 3 shows intervals."
+    if seeds == 2:
+        return "Two seeds: their differences are shown and not judged. --seeds 3 shows intervals."
+    few, *more = (f"{100 * spread * smallest_seen(n, rows):.1f}" for n in (seeds, *(n for n in (5, 10) if n > seeds)))
+    others = [f"with {n} seeds {seen}" for n, seen in zip((n for n in (5, 10) if n > seeds), more)]
+    text = f"{seeds} seeds, {counted(rows, 'method')} against {reference}: only differences above about {few} points"
+    return f"{'; '.join([f'{text} would show', *others])}."

@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 
 from fedapp import config as configuration
 from fedapp.errors import BadRequest, plain
-from fedapp.results import figures
+from fedapp.results import figures, intervals
 from fedapp.results.directory import write_text
 from fedapp.results.figures import Gallery, Progress
 from fedapp.results.figures.words import method_title, setting_text, title_of
@@ -44,7 +44,6 @@ from fedapp.results.statistics import (
     over,
     percent,
     privacy,
-    probability,
     size,
     spread,
     tally,
@@ -497,25 +496,23 @@ def _target(comparison: Comparison, runs: Sequence[RunResult]) -> tuple[str, str
 
 
 def _significance(comparison: Comparison, runs: Sequence[RunResult]) -> tuple[Table, str]:
-    """Return what `fedapp compare` tested, differences in points with p after Holm's correction, and the reference."""
+    """Return the differences of `significance.csv` in points with intervals and words, and the reference.
+
+    Differences of one seed are not shown; neither are tests of an earlier version, which had no intervals.
+    """
     table = comparison.significance
-    if not {"measure", "variant", "reference", "mean_difference", "p_holm"} <= set(table.columns):
+    if not {"measure", "variant", "reference", *intervals.COLUMNS} <= set(table.columns):
         return Table([], []), ""
     table = _lines_of(table, runs[0])
+    if not (table["seeds"] > 1).any():
+        return Table([], []), ""
     measures = table["measure"].unique()
     rows = []
     for variant in table["variant"].unique():
         row: list[Any] = [title_of(str(variant))]
         for measure in measures:
-            line = table[(table["variant"] == variant) & (table["measure"] == measure)]
-            if line.empty or line["mean_difference"].isna().all():
-                row.append(None)
-                continue
-            p, mean = float(line["p_holm"].iloc[0]), float(line["mean_difference"].iloc[0])
-            over_seeds = float(line.get("std_over_seeds", pd.Series([math.nan])).iloc[0])
-            text = f"{100 * mean:+.1f} ± {percent(over_seeds)}"
-            # Clients of one federation are not independent: a difference that the seeds do not share is not bold.
-            row.append(Cell(f"{text}, {probability(p)}", strong=p < 0.05 and not abs(mean) <= over_seeds))
+            lines = table[(table["variant"] == variant) & (table["measure"] == measure)].to_dict("records")
+            row.append(Cell(intervals.in_words(lines[0]), strong=intervals.is_decided(lines[0])) if lines else None)
         rows.append(row)
     head = ["method", *(str(m).replace("_accuracy", "").replace("_", " ") for m in measures)]
     return Table(head, rows), title_of(str(next(iter(table["reference"]), "")))

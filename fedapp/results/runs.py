@@ -51,8 +51,8 @@ PROTOCOL_TEXT = {
 UNADJUSTED = "global of Personal CCVR: the head of CCVR, before each client adjusts it to its class shares"
 """What `global` is of in runs whose clients adjust the head that they receive."""
 ONE_SCORE = "Standalone receives nothing, so it has one score: after local training."
-PAIRED = "In tests of received, Standalone's own model before the last training stands in its place."
-TUNED_PAIRS = "In tests of tuned, a reference that does not fine-tune has its trained model in that place."
+PAIRED = "Differences in received are to Standalone's own model before the last training."
+TUNED_PAIRS = "Differences in tuned are to the trained model of a reference that does not fine-tune."
 """What the paired tests compare where one side has no such score."""
 HARM_TEXT = (
     "gain / same / lose: clients whose headline is above, at and below their own in Standalone; at: within one "
@@ -456,7 +456,7 @@ class Comparison:
     @cached_property
     def significance(self) -> pd.DataFrame:
         """`significance.csv` of `fedapp compare`, one row per setting, measure and method; perhaps empty."""
-        return self._numbers("significance.csv", "mean_difference", "std_over_seeds", "p_holm")
+        return self._numbers("significance.csv", "seeds", "mean_difference", "low", "high")
 
     def _numbers(self, name: str, *columns: str) -> pd.DataFrame:
         table = read_table(self.out / name)

@@ -271,11 +271,6 @@ def until(values: Sequence[Any], factor: float = 1.0, digits: int = 1) -> str:
     return text if len(numbers) == len(values) else f"{text} ({len(numbers)}/{len(values)})"
 
 
-def probability(p: float) -> str:
-    """Write a p value, `p = 0.040` or `p < 0.001`."""
-    return f"p {DASH}" if math.isnan(p) else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
-
-
 def size(number: Any) -> str:
     """Write a number of bytes, from 10 kB on with a decimal prefix (1 kB = 1000 B)."""
     if number is None or math.isnan(number):
