@@ -207,3 +207,17 @@ def configured(method_id: str, args: str) -> tuple[Method, BaseHParams]:
     method = get(method_id)
     hparams = parse_args(method, args)
     return resolve(method, hparams), hparams
+
+
+def method_title(method: str) -> str:
+    """Return a method's title; its id where this version does not know it."""
+    try:
+        return get(method).title
+    except BadRequest:
+        return method
+
+
+def title_of(label: str) -> str:
+    """Write a run's label with the method's title in place of its id: `FedProx (mu=1)` for `fedprox(mu=1)`."""
+    method, _, own = label.partition("(")
+    return f"{method_title(method)} ({own}" if own else method_title(method)

@@ -12,11 +12,11 @@ import pytest
 from matplotlib.colors import to_hex
 
 from fedapp.engines.local import run
+from fedapp.registry import title_of
 from fedapp.results import figures
 from fedapp.results.figures import style
 from fedapp.results.figures.pieces import Curve
 from fedapp.results.figures.plots import curves, sweep
-from fedapp.results.figures.words import title_of
 from fedapp.results.runs import read_comparison
 
 Stub: Any = SimpleNamespace

@@ -62,8 +62,7 @@ class Variant:
     @property
     def title(self) -> str:
         """Name in tables."""
-        inside = self.label[len(self.method) :]
-        return registry.get(self.method).title + (f" {inside}" if inside else "")
+        return registry.title_of(self.label)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from jinja2 import Environment, FileSystemLoader
 
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import counted
+from fedapp.registry import method_title
 from fedapp.results.figures import Gallery
-from fedapp.results.figures.words import method_title
 from fedapp.results.runs import (
     HARM_TEXT,
     ONE_SCORE,

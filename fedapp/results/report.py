@@ -19,10 +19,11 @@ from threadpoolctl import threadpool_limits
 
 from fedapp import config as configuration
 from fedapp.errors import BadRequest, plain
+from fedapp.registry import method_title, title_of
 from fedapp.results import figures, intervals
 from fedapp.results.directory import write_text
 from fedapp.results.figures import Gallery, Progress
-from fedapp.results.figures.words import method_title, setting_text, title_of
+from fedapp.results.figures.words import setting_text
 from fedapp.results.page import MOST_ROWS, Cell, Table, meaning, place, render, share
 from fedapp.results.runs import (
     PROTOCOL_TEXT,

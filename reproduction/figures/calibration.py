@@ -30,12 +30,13 @@ from fedapp.core import gaussian, heads, virtual
 from fedapp.core.gaussian import ClassMoments
 from fedapp.learning.evaluation import batched
 from fedapp.models import SplitModel
+from fedapp.registry import method_title
 from fedapp.results import analysis
 from fedapp.results.analysis import Unavailable, config_of, method_of
 from fedapp.results.figures.pieces import Array, Curve
 from fedapp.results.figures.plots import sweep
 from fedapp.results.figures.scores import mean_curve
-from fedapp.results.figures.words import Runs, Words, each, made, method_title, percent, setting_text
+from fedapp.results.figures.words import Runs, Words, each, made, percent, setting_text
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import Floats, Ints, mean_and_std, within_rows
 from reproduction.figures import inversion, maps, plots

@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from fedapp.errors import BadRequest, suggest
+from fedapp.registry import title_of
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import gallery
 from fedapp.results.figures import heads as own_heads
 from fedapp.results.figures.scores import by_method
 from fedapp.results.figures.style import MUTED, Drawing, one_look_each
-from fedapp.results.figures.words import Runs, Words, title_of, titled
+from fedapp.results.figures.words import Runs, Words, titled
 from fedapp.results.runs import RunResult, labelled, read
 from reproduction.figures import accuracy, calibration, costs, heads, pathways, representations
 from reproduction.figures.inversion import DRAWN

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from fedapp import registry
+from fedapp.registry import title_of
 from fedapp.results import analysis
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import heads, maps, scores
 from fedapp.results.figures.style import Drawing, one_look_each
-from fedapp.results.figures.words import Runs, Words, named, setting_text, title_of, titled
+from fedapp.results.figures.words import Runs, Words, named, setting_text, titled
 from fedapp.results.runs import PROTOCOL_TEXT, Comparison, RunResult, groups_of, varying
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import pandas as pd
 
+from fedapp.registry import method_title
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import plots
 from fedapp.results.figures.pieces import Curve
 from fedapp.results.figures.style import Drawing
-from fedapp.results.figures.words import Runs, Words, alone, method_title, named, percent, setting_text, unfinished
+from fedapp.results.figures.words import Runs, Words, alone, named, percent, setting_text, unfinished
 from fedapp.results.runs import PROTOCOL_TEXT, RunResult, groups_of, uses
 from fedapp.results.statistics import mean_and_std
 

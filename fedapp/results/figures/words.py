@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from matplotlib.figure import Figure
 
-from fedapp import registry
-from fedapp.errors import BadRequest
+from fedapp.registry import title_of
 from fedapp.results import statistics
 from fedapp.results.analysis import Unavailable
 from fedapp.results.runs import ONE_SCORE, PROTOCOL_TEXT, RunResult
@@ -21,20 +20,6 @@ Words = tuple[str, str, Figure]
 """A caption, the words for readers who do not see the figure, and the figure."""
 
 percent = partial(statistics.percent, unit=" %")
-
-
-def method_title(method: str) -> str:
-    """Return a method's title; its id where this version does not know it."""
-    try:
-        return registry.get(method).title
-    except BadRequest:
-        return method
-
-
-def title_of(label: str) -> str:
-    """Write a run's label with the method's title in place of its id: `FedProx (mu=1)` for `fedprox(mu=1)`."""
-    method, _, own = label.partition("(")
-    return f"{method_title(method)} ({own}" if own else method_title(method)
 
 
 def titled(run: RunResult) -> RunResult:
