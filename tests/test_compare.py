@@ -28,7 +28,7 @@ from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
-from fedapp.results import report
+from fedapp.results import report, terminal
 from fedapp.results.directory import only_writer
 from fedapp.results.runs import MAX_FOLDER, PAIRED, read_comparison
 from fedapp.results.statistics import privacy
@@ -549,7 +549,7 @@ def test_no_number_is_cut_however_narrow_the_terminal_is(width: int) -> None:
     heads = ("worst client", "better off than alone", "completed rounds to 73.9 %", "bytes up", "bytes down", "seconds")
     columns = {head: [f"{number:,}", f"{number}.1 ± 2.3"] for number, head in enumerate(heads, 153128)}
     console = Screen(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    tables.print_fitting(console, names, columns)
+    terminal.print_fitting(console, names, columns)
     shown = str(console.file.getvalue())  # type: ignore[attr-defined]
     assert max(map(len, shown.splitlines())) <= width and "…" not in shown
     for cells in columns.values():

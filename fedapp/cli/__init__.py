@@ -219,9 +219,9 @@ def compare(
     clients: Annotated[int | None, typer.Option(help="number of clients (default 10)", min=1)] = None,
     rounds: Annotated[int | None, typer.Option(help="total number of rounds", min=1)] = None,
     seed: Annotated[int | None, typer.Option(help="first seed", min=0)] = None,
-    seeds: Annotated[int, typer.Option(help="number of seeds", min=1)] = 1,
+    seeds: Annotated[int, typer.Option(help="number of seeds; intervals need 3", min=1)] = 3,
     reference: Annotated[
-        str | None, typer.Option(help="method that the others are tested against (default: the first)")
+        str | None, typer.Option(help="method that the others are compared with (default: local, added where absent)")
     ] = None,
     target: Annotated[
         float | None,
@@ -400,6 +400,29 @@ def report(
     echo(f"report: {page}")
     if figures is not None:
         echo(f"figures: {figures.expanduser().absolute()}")
+
+
+@app.command("show", rich_help_panel="Look at results")
+def show_results(
+    directory: Annotated[Path, typer.Argument(help="a run directory, or the folder of a comparison", metavar="DIR")],
+    everything: Annotated[bool, typer.Option("--all", help="all methods, alerts and tables")] = False,
+) -> None:
+    """Show the answer of a finished comparison, or the scores of a finished run."""
+    from fedapp.results.runs import RUN_MARK, Comparison, read_comparison, read_run
+
+    path = directory.expanduser().absolute()
+    if (path / RUN_MARK).is_file():
+        from fedapp.engines.runner import print_run
+
+        print_run(read_run(path), everything)
+        return
+    from fedapp.results import answers
+
+    echo(answers.screen(Comparison(path, ()), everything))
+    if everything:
+        from fedapp.experiments import tables
+
+        tables.print_tables(read_comparison(path))
 
 
 @app.command("track", rich_help_panel="Look at results")

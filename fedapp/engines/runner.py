@@ -29,7 +29,7 @@ from fedapp.results import lines
 from fedapp.results.directory import only_writer
 from fedapp.results.runs import UNADJUSTED, RunResult, read_json
 from fedapp.results.statistics import percent, privacy
-from fedapp.results.terminal import Screen, announce, echo
+from fedapp.results.terminal import Screen, announce, echo, print_fitting
 from fedapp.tasks import simulated as tasks
 from fedapp.tracking import following
 from fedapp.transport.virtual import hosts
@@ -240,6 +240,30 @@ def _many(headline: Mapping[str, Any]) -> str:
     scored, known = headline["clients"], headline["of"]
     of_all = counted(known, "client")
     return (f"all {of_all}" if known > 1 else of_all) if scored == known else f"{scored} of {of_all}"
+
+
+def print_run(run: RunResult, everything: bool) -> None:
+    """Print the scores of a finished run.
+
+    Parameters
+    ----------
+    everything : those of each client too.
+
+    Raises
+    ------
+    BadRequest : it has not finished, or no client has test rows.
+    """
+    if not run.ok:
+        raise BadRequest(f"{run.out} has not finished: {run.failure}")
+    if not run.headline:
+        raise BadRequest(f"{run.out} holds no score: no client has test rows")
+    print_summary(run.summary)
+    if everything:
+        scores = [column for column in run.final if column.endswith(("_accuracy", "_balanced"))]
+        names = [run.name_of(int(client)) for client in run.final["client"]]
+        print_fitting(
+            Screen(highlight=False), names, {c: [*map(percent, run.final[c])] for c in scores}, first="client"
+        )
 
 
 def print_summary(summary: Mapping[str, Any]) -> None:

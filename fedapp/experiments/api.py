@@ -20,7 +20,7 @@ from fedapp.results.runs import Comparison, read_comparison
 def compare(
     methods: str | Sequence[str] = comparing.DEFAULT_METHODS,
     *,
-    seeds: int = 1,
+    seeds: int = comparing.DEFAULT_SEEDS,
     out: str | Path | None = None,
     datasets: str | Sequence[str] = (),
     partitions: str | Sequence[str] = (),

@@ -6,7 +6,10 @@
 |                    | folder `<dataset>-<partition>`                                                           |
 | `results.csv`      | one row per run                                                                          |
 | `curves.csv`       | one row per run, round and protocol                                                      |
-| `significance.csv` | one row per measure and method, tested against the reference                             |
+| `significance.csv` | one row per measure and method: its difference to the reference                          |
+| `again/`           | from three seeds on: Standalone a second time, with the next training seed               |
+| `again.csv`        | one row per run in it                                                                    |
+| `notes.json`       | alerts and notes                                                                         |
 | `grid.csv`         | with `--grid`: one row per point, its validation score, and whether it was chosen        |
 | `report.html`      | all of it on one page                                                                    |
 
@@ -24,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -43,8 +47,9 @@ from fedapp.errors import BadRequest, counted, named_values, suggest_choice
 from fedapp.experiments import grid, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.models import head_width, is_own
+from fedapp.results import answers
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer, removed_if_empty
-from fedapp.results.runs import RunResult
+from fedapp.results.runs import AGAIN, Comparison, RunResult
 from fedapp.results.terminal import announce, echo
 from fedapp.tasks import identity
 from fedapp.tasks import simulated as tasks
@@ -52,6 +57,9 @@ from fedapp.tasks import simulated as tasks
 SWEPT = ("clients", "fraction-train", "num-server-rounds", "split")
 """Run-config keys that `--sweep` takes: the runs of a value are a setting of their own."""
 DEFAULT_METHODS = "local,lgfedavg,fedclassavg"
+DEFAULT_SEEDS = 3
+FEWEST_SEEDS = 3
+"""Seeds from which on Standalone runs a second time."""
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
@@ -481,7 +489,7 @@ def run(
     out : folder of the comparison, default a new `./runs/compare-<time>`.
     datasets, partitions : none = those of the values.   sweep : see :func:`settings_of`.   points : see :func:`expand`;
         the tables hold the point of each method that `grid.choose` chose.
-    reference : label of the method to test against.
+    reference : label of the method to compare with; default Standalone, which is added where it is absent.
     target : accuracy in (0, 1) whose rounds and bytes are counted; None = what the reference ends at.
     workers : processes at a time on the local engine.
 
@@ -492,14 +500,17 @@ def run(
     if engine not in ("local", "ray"):
         raise BadRequest(f"engine = '{engine}': choose local or ray")
     variants = parse_variants(methods)
-    first = parse_variants(reference)[0].label if reference else variants[0].label
+    settings = settings_of(values, datasets, partitions, sweep)
+    if reference is None:
+        variants = with_standalone(values, variants, settings)
+    alone = next((v for v in variants if v.method == "local"), variants[0])
+    first = parse_variants(reference)[0].label if reference else alone.label
     if first not in [v.label for v in variants]:
         raise BadRequest(f"--reference {reference}: not among {', '.join(v.label for v in variants)}")
     if target is not None and not 0 < target < 1:
         raise BadRequest(f"--target {target:g}: a share between 0 and 1, such as 0.9")
     if workers is not None and (workers < 1 or engine != "local"):
         raise BadRequest("--workers: at least 1, with --engine local")
-    settings = settings_of(values, datasets, partitions, sweep)
     if points:
         variants = expand(variants, points)
     folder = new_folder(Path("runs"), "compare") if out is None else absolute(out)
@@ -508,31 +519,22 @@ def run(
         process.check_main([job.config.to_flat() for job in jobs], on_ray=engine == "ray")
         choice = grid.beforehand(jobs) if points else []
     out = folder
-    for job in jobs:
+    for job in (*jobs, *repeats(jobs, out)):
         standing(job.config)
     check_writable(out / "runs")
     with only_writer(out, who="fedapp compare"):  # two of them would remove each other's unfinished runs
         for line in (*choice, *_beforehand(values, jobs)):
             echo(line, err=True)
-        todo = {job.name: config for job in jobs if (config := pending_config(job.config)) is not None}
-        if len(todo) < len(jobs):
-            echo(
-                f"{len(jobs) - len(todo)} of {counted(len(jobs), 'run')} "
-                f"{'is' if len(jobs) == 1 else 'are'} there already",
-                err=True,
-            )
-        for config in todo.values():
-            check_out(Path(config.storage.out), config.storage.resume)
-        failed: dict[str, str] = {}
-        if todo:
-            failed = run_on_ray(todo, out / "superlink.log") if engine == "ray" else run_here(todo, workers)
-        finished, tabled = [job for job in jobs if job.result.ok], jobs
-        notes = differences(jobs)
+        again = [] if points else repeats(jobs, out)
+        failed = execute([*jobs, *again], engine, out, workers)
+        finished, tabled, notes = [job for job in jobs if job.result.ok], jobs, list[str]()
         if points:
             finished, notes = grid.choose(jobs, out)
-            tabled = finished
+            tabled, again = finished, repeats(finished, out)
+            failed |= execute(again, engine, out, workers)
         shared = tables.verify(finished)
-        tables.write(out, tabled, first, target, [*notes, *shared.lines])
+        alerts = [*shared.lines[int(shared.ok) :], *differences(jobs)]
+        tables.write(out, tabled, again, first, target, alerts, [*notes, *shared.lines[: int(shared.ok)]])
     others = sorted(
         str(p.parent.relative_to(out / "runs"))
         for depth in (1, 2)
@@ -541,7 +543,6 @@ def run(
     )
     if others:
         echo(f"not in these tables, but in {out / 'runs'}: {', '.join(others)}", err=True)
-    echo(f"results: {out}")
     _report(out, finished)
     if failed:
         lasting = {job.name: job.result.failure for job in jobs if job.name in failed and job.result.repeats}
@@ -552,9 +553,55 @@ def run(
         if others := [name for name in failed if name not in lasting]:
             text = f"failed: {', '.join(others)} (the same command continues when the cause above is gone)"
             echo(text, err=True, must=True)
+    if tabled:
+        echo(answers.screen(Comparison(out, ())))
+    if failed:
         refused = all(e.startswith("BadRequest") for e in failed.values()) and not finished
         return 2 if refused else 1
     return 0 if shared.ok else 1
+
+
+def with_standalone(
+    values: Mapping[str, Any], variants: list[Variant], settings: Mapping[str, Mapping[str, Any]]
+) -> list[Variant]:
+    """Add Standalone where no variant is one, unless it refuses the settings."""
+    single = Variant("local", "local")
+    if any(v.method == single.method for v in variants):
+        return variants
+    with contextlib.suppress(BadRequest):
+        jobs_of(values, [single], settings, 1, Path())
+        return [*variants, single]
+    return variants
+
+
+def repeats(jobs: Sequence[Job], out: Path) -> list[Job]:
+    """Return Standalone's runs with the same partition and the next training seed; none for fewer than three seeds.
+
+    They show how many clients gain and lose by chance.
+    """
+    first = {(job.setting, job.seed): job for job in reversed(jobs) if job.variant.method == "local"}
+    if len({seed for _, seed in first}) < FEWEST_SEEDS:
+        return []
+    found = []
+    for job in reversed(first.values()):
+        folder = out / AGAIN / job.setting / f"{job.variant.folder}-s{job.seed}"
+        own = {"seed": job.seed + 1, "partition_seed": job.config.data_seed, "out": str(folder)}
+        found.append(replace(job, config=job.config.replaced(**own)))
+    return found
+
+
+def execute(jobs: Sequence[Job], engine: str, out: Path, workers: int | None) -> dict[str, str]:
+    """Run the jobs that have not finished; return the errors of those that failed, by name."""
+    pending = [(job, config) for job in jobs if (config := pending_config(job.config)) is not None]
+    todo = {job.name + f" {AGAIN}" * job.out.is_relative_to(out / AGAIN): config for job, config in pending}
+    if len(todo) < len(jobs):
+        there = len(jobs) - len(todo)
+        echo(f"{there} of {counted(len(jobs), 'run')} {'is' if len(jobs) == 1 else 'are'} there already", err=True)
+    for config in todo.values():
+        check_out(Path(config.storage.out), config.storage.resume)
+    if not todo:
+        return {}
+    return run_on_ray(todo, out / "superlink.log") if engine == "ray" else run_here(todo, workers)
 
 
 def _beforehand(values: Mapping[str, Any], jobs: Sequence[Job]) -> Iterator[str]:
@@ -579,16 +626,19 @@ def _report(out: Path, finished: Sequence[Job]) -> None:
             report.write(out, progress=progress)
     except Exception as e:
         echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {out} tries again)", err=True)
-    else:
-        echo(f"report: {out / 'report.html'}")
 
 
 def differences(jobs: Sequence[Job]) -> list[str]:
     """Name the training settings in which methods differ, since `auto` is each method's own."""
-    first = {j.variant.label: j.config.to_flat() for j in reversed(jobs)}
-    order = dict.fromkeys(j.variant.label for j in jobs)
-    return [
-        f"settings differ, {key}: " + ", ".join(f"{label} {first[label][key]}" for label in order)
-        for key in OWN_SETTINGS
-        if len({flat[key] for flat in first.values()}) > 1
-    ]
+    first = {j.variant.title: j.config.to_flat() for j in reversed(jobs)}
+    order = dict.fromkeys(j.variant.title for j in jobs)
+    lines = []
+    for key in OWN_SETTINGS:
+        by: dict[Any, list[str]] = {}
+        for title in order:
+            by.setdefault(first[title][key], []).append(title)
+        if len(by) > 1:
+            *few, (common, _) = sorted(by.items(), key=lambda item: len(item[1]))
+            parts = [f"{value} for {', '.join(titles)}" for value, titles in few]
+            lines.append(f"Settings differ, {key}: {'; '.join([*parts, f'{common} for all others'])}.")
+    return lines

@@ -15,21 +15,35 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
-from rich.table import Column, Table
 from rich.text import Text
 
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import counted
 from fedapp.experiments.jobs import Job
+from fedapp.registry import title_of
 from fedapp.results import intervals
+from fedapp.results.answers import HARM, SETTING, rows_of, setting_title
 from fedapp.results.cells import write_table
+from fedapp.results.directory import write_json
 from fedapp.results.intervals import differences_of, margin_of
-from fedapp.results.runs import HARM_TEXT, ONE_SCORE, PAIRED, TUNED_PAIRS, UNADJUSTED, RunResult, refuse
+from fedapp.results.runs import (
+    AGAIN,
+    HARM_TEXT,
+    ONE_SCORE,
+    PAIRED,
+    TUNED_PAIRS,
+    UNADJUSTED,
+    Comparison,
+    RunResult,
+    refuse,
+)
 from fedapp.results.statistics import (
     DASH,
+    Floats,
     harm,
     holm,
     mean_and_std,
+    measured,
     over,
     privacy,
     reached,
@@ -37,23 +51,23 @@ from fedapp.results.statistics import (
     tally,
     until,
 )  # fmt: skip
-from fedapp.results.terminal import Screen
+from fedapp.results.terminal import Screen, print_fitting
 from fedapp.settings.evaluation import PROTOCOLS
 from fedapp.tasks import identity
 
 TUNED = "tuned"
 """The score of methods that fine-tune; a table without such a method has no columns of it."""
 BALANCED = "balanced"
-MEASURES = tuple(f"{p}_{name}" for name in ("accuracy", BALANCED) for p in ("received", "trained", TUNED))
-"""Columns of final.csv that methods are tested on."""
+MEASURES = (
+    "headline",
+    "headline_worst_tenth",
+    *(f"{p}_{name}" for name in ("accuracy", BALANCED) for p in ("received", "trained", TUNED)),
+)
+"""What methods are compared on: the score that each is judged by, and columns of final.csv."""
+FEWEST_CLIENTS = 20
+"""Fewer clients have no worst tenth."""
 SPREAD = ("std", "worst_decile", "worst")
 """What the tables say of a metric beside its mean over clients."""
-EDGES = 3
-"""Columns of a terminal that the edge and the padding of a table's column take."""
-HARM = ("gain", "same", "lose")
-"""Columns that say how many clients a method helps and harms, against training alone."""
-NARROWEST = 150
-"""Columns of a table that goes to a file or a pipe."""
 
 
 # ---- reading runs ----------------------------------------------------------------------------------------------------
@@ -71,17 +85,19 @@ def describe(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SETTING = ["dataset", "partition", "alpha", "classes_per_client", "sweep"]
 NEEDED = ("clients", "rounds", "accuracy", "bytes_up", "bytes_down", "dropped", "test_sizes", "seconds")
 """What a summary must hold to be compared."""
 
 
-def results(jobs: Sequence[Job], reference: str, target: float | None = None) -> pd.DataFrame:
+def results(
+    jobs: Sequence[Job], reference: str, target: float | None = None, alone: Sequence[Job] = ()
+) -> pd.DataFrame:
     """Return one row per run. Of a run that failed there are the columns of :func:`describe`, `rounds` and `failed`.
 
     Parameters
     ----------
     reference : label of the method whose last accuracy, seed by seed, is the target where `target` is None.
+    alone : runs of Standalone that all `jobs` are compared with; default: those among `jobs`, with all others.
 
     Returns
     -------
@@ -90,10 +106,11 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     `worst` (client), `worst_decile`, `target`, `target_rounds`, `target_bytes`, and of each metric that a run measured
     beside accuracy and loss its mean over clients, `_std`, `_worst_decile` and `_worst`; the same of the accuracy and
     the metrics of clients that took no part (`unseen_received`, `unseen_trained@n`, ...); then `headline` (the score
-    that the method is judged by) and `headline_last`; `gain`, `same`, `lose` (where the runs of a setting include
+    that the method is judged by), `headline_last` and `all_classes` (its balanced score); `majority` (guessing each
+    client's majority class); `gain`, `same`, `lose` (where the runs of a setting include
     Standalone: how many clients gain from the method, see :func:`harm`), CCVR's calibration, bytes per client and
-    round, dropped replies, test images per client, why it stopped early, what it states of `privacy` where any run
-    does, seconds, and why it `failed` (empty if it did not).
+    round, dropped replies, test images per client (mean, median), why it stopped early, what it states of `privacy`
+    where any run does, seconds, and why it `failed` (empty if it did not).
 
     Raises
     ------
@@ -101,7 +118,8 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     """
     every, jobs = jobs, [j for j in jobs if j.result.ok]
     references = {(j.setting, j.seed): j.result for j in jobs if j.variant.label == reference}
-    alone = {(j.setting, j.seed): j.result for j in reversed(jobs) if j.variant.method == "local"}
+    singles = [j for j in alone or jobs if j.variant.method == "local"]
+    lone = {(j.setting, j.seed): j.result for j in reversed(singles)}
     metrics = dict.fromkeys(name for j in jobs for name in j.result.metrics)
     unseen = dict.fromkeys(p for j in jobs for p in j.result.unseen_scores)
     tuned = (TUNED,) if any(TUNED in j.result.protocols for j in jobs) else ()
@@ -139,13 +157,15 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
         for p, name in product(unseen, ("accuracy", *metrics)):
             row[f"{p}_{name}"] = run.metric(p, name)
             row |= {f"{p}_{name}_{what}": run.metric(p, name, what) for what in SPREAD}
-        lone = None if run.alone else alone.get((job.setting, job.seed))
-        found = (math.nan,) * 3 if lone is None else harm(run.headline_counts(), lone.headline_counts())
+        single = lone.get((job.setting, job.seed)) if alone or not run.alone else None
+        found = (math.nan,) * 3 if single is None else harm(run.headline_counts(), single.headline_counts())
         row |= {"headline": run.headline, "headline_last": run.score(run.headline), **dict(zip(HARM, found))}
+        row |= {"all_classes": run.score(run.headline, "balanced"), "majority": run.card.get("majority_mean")}
         calibration = summary.get("calibration") or {}
         row.update({f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")})
         row.update({k: summary[k] for k in ("bytes_up", "bytes_down", "dropped")})
-        row.update(test_mean=(summary["test_sizes"] or {}).get("mean"), stopped=summary.get("stopped") or "")
+        row.update(test_mean=(summary["test_sizes"] or {}).get("mean"), test_median=run.test_rows.median())
+        row.update(stopped=summary.get("stopped") or "")
         if any(j.result.privacy for j in jobs):
             row |= {f"privacy_{k}": run.privacy.get(k) for k in ("unit", "epsilon", "delta")}
             row["privacy"] = privacy([run.privacy])
@@ -188,31 +208,21 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
     for setting in dict.fromkeys(j.setting for j in jobs):
         members = [j for j in jobs if j.setting == setting]
         about = {k: v for k, v in describe(members[0]).items() if k in SETTING}
-        labels = dict.fromkeys(j.variant.label for j in members)
-        finals = pd.concat([j.result.final.assign(variant=j.variant.label, seed=j.seed) for j in members])
-        for measure in MEASURES if reference in labels else ():
-            if measure not in finals:
-                continue
-            scores = finals.pivot(index=["seed", "client"], columns="variant", values=measure)
-            if measure.startswith(TUNED) and scores[reference].isna().all():
-                trained = finals[finals["variant"] == reference].set_index(["seed", "client"])
-                scores[reference] = trained[measure.replace(TUNED, "trained")]
-            differences = {
-                label: by_seed.to_numpy()
-                for label in labels
-                if label != reference
-                and len(by_seed := (scores[label] - scores[reference]).groupby("seed").mean().dropna())
-            }
+        if reference not in {j.variant.label for j in members}:
+            continue
+        for measure in MEASURES:
+            differences, level = _by_seed(members, reference, measure)
             pooled = measure.endswith(BALANCED)
             step = max(j.result.resolution(pooled) for j in members)
-            tested = np.median(np.concatenate([j.result.test_rows for j in members]))
-            margin = margin_of(float(scores[reference].mean()), 1 / step if pooled else float(tested))
+            tested = measured(itertools.chain.from_iterable(j.result.test_rows for j in members))
+            median = float(np.median(tested)) if len(tested) else math.inf
+            margin = margin_of(level, 1 / step if pooled else median)
             found = differences_of(differences, step)
             corrected = holm([d.p for d in found.values()])
             rows += [
                 {
                     **about, "measure": measure, "variant": label, "reference": reference, "seeds": len(d.values),
-                    "by_seed": " ".join(f"{v:.6f}" for v in d.values), "mean_difference": d.mean,
+                    "by_seed": json.dumps([round(v, 6) for v in d.values.tolist()]), "mean_difference": d.mean,
                     "std_over_seeds": mean_and_std(d.values)[1], "low": d.low, "high": d.high, "margin": margin,
                     "word": d.word(margin), **dict(zip(("worse", "equal", "better"), d.probabilities(margin))),
                     "p": d.p, "p_holm": p, "standard_error": d.error,
@@ -220,6 +230,33 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
                 for (label, d), p in zip(found.items(), corrected)
             ]  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def _by_seed(members: Sequence[Job], reference: str, measure: str) -> tuple[dict[str, Floats], float]:
+    """Return each method's differences to the reference, one for each seed of both, and the reference's mean.
+
+    Columns of final.csv are compared client by client.
+    """
+    scores: dict[str, dict[int, pd.Series]] = {}
+    for job in members:
+        run = job.result
+        if measure == "headline":
+            found = pd.Series([run.score(run.headline)])
+        elif measure == "headline_worst_tenth":
+            found = pd.Series([run.weakest(run.headline)[1] if len(run.final) >= FEWEST_CLIENTS else math.nan])
+        else:
+            found = run.final.set_index("client").get(measure, pd.Series(dtype=float))
+        scores.setdefault(job.variant.label, {})[job.seed] = found
+    own = scores.pop(reference)
+    if measure.startswith(TUNED) and not any(s.notna().any() for s in own.values()):
+        column = measure.replace(TUNED, "trained")
+        own = {j.seed: j.result.final.set_index("client")[column] for j in members if j.variant.label == reference}
+    differences = {
+        label: measured((found - own[seed]).mean() for seed, found in by.items() if seed in own)
+        for label, by in scores.items()
+    }
+    level = mean_and_std(s.mean() for s in own.values())[0]
+    return {label: values for label, values in differences.items() if len(values)}, level
 
 
 # ---- may they be compared? -------------------------------------------------------------------------------------------
@@ -276,14 +313,6 @@ def verify(jobs: Sequence[Job]) -> Shared:
 # ---- showing ---------------------------------------------------------------------------------------------------------
 
 
-def setting_title(part: pd.DataFrame) -> str:
-    """Name a setting: data set, partition, clients."""
-    first = part.iloc[0]
-    number = first["alpha"] if not math.isnan(first["alpha"]) else first["classes_per_client"]
-    kind = first["partition"] + ("" if math.isnan(number) else f" {number:g}")
-    return ", ".join(filter(None, (first["dataset"], kind, f"{counted(first['clients'], 'client')}", first["sweep"])))
-
-
 SCORES: Mapping[str, str] = {
     "headline": "headline_last",
     "tuned": "tuned_last",
@@ -297,48 +326,36 @@ Columns: TypeAlias = Mapping[str, Callable[[pd.DataFrame], str]]
 """Columns of a printed table -> what writes the cell of one method from its rows."""
 
 
-def meaning(jobs: Sequence[Job]) -> str:
+def meaning(runs: Sequence[RunResult]) -> str:
     """Say what the scores of runs are; it stands at the top of every table of scores."""
-    after = {j.result.final_training for j in jobs}
+    after = {run.final_training for run in runs}
     last = {True: "after one more local training", False: "as each client was last trained"}
-    chosen = {j.result.selected for j in jobs}
+    chosen = {run.selected for run in runs}
     moment = {True: "the round that validation images chose", False: "the last round"}
     received = f"after {' or '.join(moment[c] for c in sorted(chosen))}, before local training"
-    tuned = "tuned: received, then fine-tuned by the method; " if any(TUNED in j.result.protocols for j in jobs) else ""
-    plain = f"; {UNADJUSTED}" if any(j.result.adjusted for j in jobs) else ""
+    tuned = "tuned: received, then fine-tuned by the method; " if any(TUNED in r.protocols for r in runs) else ""
+    plain = f"; {UNADJUSTED}" if any(run.adjusted for run in runs) else ""
     return f"{tuned}received: {received}; trained: {' or '.join(last[a] for a in sorted(after, reverse=True))}{plain}"
 
 
-def print_tables(
-    table: pd.DataFrame,
-    tests: pd.DataFrame,
-    titles: Mapping[str, str],
-    notes: Sequence[str],
-    meaning: str,
-    metrics: Sequence[str] = (),
-) -> None:
-    """Print accuracy, spread over clients and cost, and differences to the reference; three tables a setting.
-
-    Parameters
-    ----------
-    titles : label -> name of the method.   meaning : what the scores are.
-    metrics : columns of the metrics beside accuracy and loss; they have a table of their own.
-    """
-    if table.empty:
+def print_tables(comparison: Comparison) -> None:
+    """Print accuracy, spread over clients and cost, and differences to the reference; three tables a setting."""
+    table, tests = comparison.table, comparison.significance
+    table = table.assign(failed=table["failed"].fillna("")) if len(table) else table
+    runs = [run for run in comparison.finished if run.label in {*table.get("variant", ())}]
+    if not runs:
         return
+    metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     console = Screen(highlight=False)
-    if not console.is_terminal:
-        console = Screen(highlight=False, width=max(NARROWEST, console.width))
-    for _, whole in table.groupby(SETTING, dropna=False, sort=False):
+    for key, whole in table.groupby(SETTING, dropna=False, sort=False):
         part = whole[whole["failed"] == ""]
+        lost = [str(label) for label in dict.fromkeys(whole["variant"]) if label not in set(part["variant"])]
         if part.empty:
             console.print_line(f"{setting_title(whole)}: every run failed")
             continue
-        lost = [label for label in dict.fromkeys(whole["variant"]) if label not in set(part["variant"])]
-        here = tests if tests.empty else tests.merge(part[SETTING].drop_duplicates())
-        for title, rows, columns in _tables(part, here, titles, meaning, metrics):
-            groups = [(titles[str(label)], mine) for label, mine in rows.groupby("variant", sort=False)]
-            failed = [titles[label] for label in lost] if rows is part else []
+        for title, rows, columns in _tables(part, rows_of(tests, key), meaning(runs), metrics):
+            groups = [(title_of(str(label)), mine) for label, mine in rows.groupby("variant", sort=False)]
+            failed = [title_of(label) for label in lost] if rows is part else []
             console.print(Text(title, style="table.title"))
             print_fitting(
                 console,
@@ -348,49 +365,20 @@ def print_tables(
                     for at, (head, cell) in enumerate(columns.items())
                 },
             )
-    if not (table["failed"] == "").any():
-        return
-    size = float(table["test_mean"].mean())
     lines = [
         "received, trained: each client's own test split, mean over all clients; balanced: mean recall over all "
         "classes on all clients' test images.",
-        f"test images per client: {size:.0f} on average, so one image is {100 / max(1.0, size):.1f} points of "
-        "one client's own score.",
     ]
     if (table["method"] == "local").any():
-        lines.append(ONE_SCORE if tests.empty else f"{ONE_SCORE} {PAIRED}")
+        lines.append(f"{ONE_SCORE} {PAIRED}")
     if len(tests) and tests["measure"].str.startswith(TUNED).any():
         lines.append(TUNED_PAIRS)
     if table["gain"].notna().any():
         lines.append(HARM_TEXT)
-    lines += [_power(part, titles) for _, part in tests.groupby(SETTING, dropna=False, sort=False)]
-    by = table.groupby("headline", sort=False)["variant"].unique()
-    judged = [f"{score} for {', '.join(titles[str(v)] for v in names)}" for score, names in by.items() if score]
+    by = table[table["failed"] == ""].groupby("headline", sort=False)["variant"].unique()
+    judged = [f"{score} for {', '.join(title_of(str(v)) for v in names)}" for score, names in by.items() if score]
     lines.append(f"headline, the score that a method is judged by: {'; '.join(judged)}.")
-    console.print_line("\n".join([*lines, *notes]))
-
-
-def print_fitting(console: Screen, names: Sequence[str], columns: Mapping[str, Sequence[str]]) -> None:
-    """Print named rows of numbers: several tables where one would be wider than the screen.
-
-    Rich would cut the numbers of a table that is too wide.
-    """
-    room = console.width - 1 - (max(map(len, ("method", *names))) + EDGES)
-    widths = {h: min(room - EDGES, max(map(len, (*h.split(), *cells)))) for h, cells in columns.items()}
-    left = list(columns)
-    while left:
-        taken = itertools.accumulate(widths[head] + EDGES for head in left)
-        count = max(1, sum(width <= room for width in taken))
-        here, left = left[:count], left[count:]
-        shown = Table(Column("method", no_wrap=True))
-        spare = room - sum(widths[head] + EDGES for head in here)
-        for head in here:
-            wider = max(0, min(len(head) - widths[head], spare))
-            spare -= wider
-            shown.add_column(head, justify="right", width=widths[head] + wider, overflow="fold")
-        for row in zip(names, *(columns[head] for head in here), strict=True):
-            shown.add_row(*row)
-        console.print(shown)
+    console.print_line("\n".join([*lines, *comparison.notes["notes"]]))
 
 
 def _score(rows: pd.DataFrame, column: str) -> str:
@@ -416,17 +404,8 @@ def _difference(rows: pd.DataFrame, measure: str) -> str:
     return DASH
 
 
-def _power(tests: pd.DataFrame, titles: Mapping[str, str]) -> str:
-    """Say what the seeds of a setting could show of `trained`, or of its first measure."""
-    ranked = sorted(tests["measure"].unique(), key=lambda m: m != "trained_accuracy")
-    rows = tests[tests["measure"] == ranked[0]]
-    seeds, reference = int(rows["seeds"].min()), titles[str(rows["reference"].iloc[0])]
-    spread_over_seeds = float((rows["standard_error"] * np.sqrt(rows["seeds"])).median())
-    return intervals.power_text(seeds, len(rows), reference, spread_over_seeds)
-
-
 def _tables(
-    part: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str], meaning: str, metrics: Sequence[str] = ()
+    part: pd.DataFrame, tests: pd.DataFrame, meaning: str, metrics: Sequence[str] = ()
 ) -> Iterator[tuple[str, pd.DataFrame, Columns]]:
     """Yield the tables of a setting: title, the rows that are grouped by method, columns."""
     seeds = part["seed"].nunique()
@@ -477,32 +456,39 @@ def _tables(
         names = {m: " ".join(m.removesuffix("_accuracy").split("_")[::-1]) for m in tests["measure"].unique()}
         judged = "95 % interval that holds for all methods of the column" if seeds > 2 else "one value for each seed"
         yield (
-            f"Difference to {titles[tests['reference'].iloc[0]]} in points, {judged}\n({meaning})",
+            f"Difference to {title_of(tests['reference'].iloc[0])} in points, {judged}\n({meaning})",
             tests,
             {name: partial(_difference, measure=measure) for measure, name in names.items()},
         )
 
 
-def write(out: Path, jobs: Sequence[Job], reference: str, target: float | None, notes: Sequence[str]) -> pd.DataFrame:
-    """Write `results.csv`, `curves.csv` and `significance.csv`, and print the tables.
+def write(
+    out: Path,
+    jobs: Sequence[Job],
+    again: Sequence[Job],
+    reference: str,
+    target: float | None,
+    alerts: Sequence[str],
+    notes: Sequence[str],
+) -> None:
+    """Write `results.csv`, `curves.csv`, `significance.csv`, `again.csv` and `notes.json`.
 
     Parameters
     ----------
     jobs : all runs. One that failed is a row of `results.csv` with its reason.
+    again : the second runs of training alone.   alerts, notes : lines for the reader.
     """
     table = results(jobs, reference, target)
-    every, jobs = jobs, [j for j in jobs if j.result.ok]
-    tests = significance(jobs, reference)
+    jobs = [j for j in jobs if j.result.ok]
     if not table.empty:
         write_table(out / "results.csv", table)
     if jobs:
         write_table(out / "curves.csv", curves(jobs))
-        write_table(out / "significance.csv", tests)
+        write_table(out / "significance.csv", significance(jobs, reference))
+    if second := [j for j in again if j.result.ok]:
+        write_table(out / f"{AGAIN}.csv", results(second, "", alone=jobs))
     if any(j.result.sampled and not len(j.result.evaluations) for j in jobs):
         notes = [*notes, "completed rounds and MB to a target count points over all clients only; with sampled clients "
                  "that is the end of the run, unless --set evaluate-every=1 adds others"]  # fmt: skip
     warnings = {f"{j.variant.label}: {w}": None for j in jobs for w in j.result.summary.get("warnings", [])}
-    titles = {j.variant.label: j.variant.title for j in every}
-    metrics = list(dict.fromkeys(name for j in jobs for name in j.result.metrics))
-    print_tables(table, tests, titles, [*notes, *warnings], meaning(jobs), metrics)
-    return table
+    write_json(out / "notes.json", {"alerts": [*alerts], "notes": [*notes, *warnings]})

@@ -9,15 +9,16 @@ Differences are shares in [-1, 1].
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fedapp.errors import counted
-from fedapp.results.statistics import DASH, Floats, measured
+from fedapp.results.statistics import DASH, Floats, duration, measured
 
 PRIOR_FREEDOM = 2.0
 """Degrees of freedom that the variance common to a table's rows counts for."""
@@ -91,7 +92,7 @@ class Difference:
         return below, 1 - below - above, above
 
 
-def differences_of(table: Mapping[str, Sequence[float]], resolution: float) -> dict[str, Difference]:
+def differences_of(table: Mapping[str, Iterable[float]], resolution: float) -> dict[str, Difference]:
     """Return every row's difference with intervals that hold together (Bonferroni over the k rows), at 95 %.
 
     With few seeds a variance is hardly known. Where a table has at least three rows and a row fewer than six seeds, its
@@ -167,12 +168,24 @@ def in_words(row: Mapping[str, Any]) -> str:
 
     One seed has no interval, so its difference is not written.
     """
-    if row["seeds"] < 2:
-        return DASH
-    if row["seeds"] == 2:
-        return " and ".join(f"{100 * float(d):+.1f}" for d in str(row["by_seed"]).split())
-    low, mean, high = (f"{100 * row[name]:+.1f}" for name in ("low", "mean_difference", "high"))
-    return f"{mean} ({low} to {high}), {row['word']}"
+    if row["seeds"] < 3:
+        return by_seed(row)
+    return f"{points(row['mean_difference'])} ({interval_text(row)}), {row['word']}"
+
+
+def points(share: float) -> str:
+    """Write a difference of shares in points, `+2.9`."""
+    return f"{100 * share:+.1f}"
+
+
+def interval_text(row: Mapping[str, Any]) -> str:
+    """Write the interval of a row of `significance.csv` in points."""
+    return f"{points(row['low'])} to {points(row['high'])}"
+
+
+def by_seed(row: Mapping[str, Any]) -> str:
+    """Write the values of two seeds in points; a dash for one."""
+    return " and ".join(map(points, json.loads(row["by_seed"]))) if row["seeds"] > 1 else DASH
 
 
 def is_decided(row: Mapping[str, Any]) -> bool:
@@ -180,18 +193,21 @@ def is_decided(row: Mapping[str, Any]) -> bool:
     return bool(row["seeds"] > 2 and (row["low"] > 0 or row["high"] < 0))
 
 
-def power_text(seeds: int, rows: int, reference: str, spread: float) -> str:
-    """Say which differences so few seeds can show.
+def power_text(seeds: int, rows: int, reference: str, spread: float, seconds: float) -> str:
+    """Say which differences so few seeds can show, and what more seeds take.
 
     Parameters
     ----------
     rows : compared with the reference.   spread : standard deviation of a difference over seeds, a share; NaN for one.
+    seconds : that the runs of one seed take.
     """
-    if seeds < 2 or math.isnan(spread):
-        return "One seed: a difference may be chance, so none is shown. --seeds 3 shows intervals."
-    if seeds == 2:
-        return "Two seeds: their differences are shown and not judged. --seeds 3 shows intervals."
-    few, *more = (f"{100 * spread * smallest_seen(n, rows):.1f}" for n in (seeds, *(n for n in (5, 10) if n > seeds)))
-    others = [f"with {n} seeds {seen}" for n, seen in zip((n for n in (5, 10) if n > seeds), more)]
-    text = f"{seeds} seeds, {counted(rows, 'method')} against {reference}: only differences above about {few} points"
-    return f"{'; '.join([f'{text} would show', *others])}."
+    if seeds < 3:
+        what = "One seed: no differences are shown" if seeds == 1 else "Two seeds: differences are shown, not judged"
+        return f"{what}. --seeds 3 adds {duration(seconds * (3 - seeds))} of runs."
+    more = [n for n in (5, 10) if n > seeds]
+    seen = {n: f"{100 * spread * smallest_seen(n, rows):.1f}" for n in (seeds, *more)}
+    shown = f"only differences above about {seen[seeds]} points would show"
+    text = f"{seeds} seeds, {counted(rows, 'method')} against {reference}: "
+    text += ", ".join([shown, *(f"with {n} seeds {seen[n]}" for n in more)])
+    adds = f"; --seeds {more[0]} adds {duration(seconds * (more[0] - seeds))} of runs" if more else ""
+    return f"{text}{adds}."

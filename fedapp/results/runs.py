@@ -39,6 +39,8 @@ LONGEST = 400
 """Letters of the reason of a failure that are shown."""
 GRID = "grid.csv"
 """The points of a comparison's search, with the one that was chosen for each method and setting."""
+AGAIN = "again"
+"""Folder of a comparison's second runs of Standalone, and name of their table."""
 RUN_MARK = "config.toml"
 """The file that makes a folder a run directory."""
 PROTOCOL_TEXT = {
@@ -458,6 +460,17 @@ class Comparison:
         """`significance.csv` of `fedapp compare`, one row per setting, measure and method; perhaps empty."""
         return self._numbers("significance.csv", "seeds", "mean_difference", "low", "high")
 
+    @cached_property
+    def again(self) -> pd.DataFrame:
+        """`again.csv`: training alone a second time, with the columns of `table`; empty with fewer than three seeds."""
+        return self._numbers(f"{AGAIN}.csv")
+
+    @cached_property
+    def notes(self) -> dict[str, list[str]]:
+        """`notes.json` of `fedapp compare`: `alerts` and `notes`, each a list of lines."""
+        found = read_json(self.out / "notes.json")
+        return {name: [str(line) for line in found.get(name) or []] for name in ("alerts", "notes")}
+
     def _numbers(self, name: str, *columns: str) -> pd.DataFrame:
         table = read_table(self.out / name)
         refuse(self.out / name, forms.wrong_table(table, (), set(table) - set(columns)))
@@ -490,7 +503,7 @@ def read_comparison(path: str | Path) -> Comparison:
     runs = [
         read_run(p)
         for p in folders
-        if "state" not in p.relative_to(path).parts and searched.get(_without_seed(p), "chosen")
+        if not {"state", AGAIN} & {*p.relative_to(path).parts} and searched.get(_without_seed(p), "chosen")
     ]
     if not runs:
         raise BadRequest(f"{path} holds neither a run ({RUN_MARK}) nor a comparison (run directories below it)")

@@ -9,20 +9,24 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import itertools
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import typer
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
 from fedapp.errors import plain
 
+EDGES = 3
+"""Columns of a terminal that the edge and the padding of a table's column take."""
 _silent = False
 _waiting: list[Any] = []
 """The spinner that a terminal shows now, if any."""
@@ -129,3 +133,28 @@ class Screen(Console):
     def render_str(self, text: str, **how: Any) -> Text:
         """Make a text of what a table, a title or a line was given."""
         return super().render_str(plain(text, whole=True), **{**how, "markup": False, "emoji": False})
+
+
+def print_fitting(
+    console: Screen, names: Sequence[str], columns: Mapping[str, Sequence[str]], first: str = "method"
+) -> None:
+    """Print named rows of numbers: several tables where one would be wider than the screen.
+
+    Rich would cut the numbers of a table that is too wide.
+    """
+    room = console.width - 1 - (max(map(len, (first, *names))) + EDGES)
+    widths = {h: min(room - EDGES, max(map(len, (*h.split(), *cells)))) for h, cells in columns.items()}
+    left = list(columns)
+    while left:
+        taken = itertools.accumulate(widths[head] + EDGES for head in left)
+        count = max(1, sum(width <= room for width in taken))
+        here, left = left[:count], left[count:]
+        shown = Table(Column(first, no_wrap=True))
+        spare = room - sum(widths[head] + EDGES for head in here)
+        for head in here:
+            wider = max(0, min(len(head) - widths[head], spare))
+            spare -= wider
+            shown.add_column(head, justify="right", width=widths[head] + wider, overflow="fold")
+        for row in zip(names, *(columns[head] for head in here), strict=True):
+            shown.add_row(*row)
+        console.print(shown)

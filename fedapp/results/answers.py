@@ -1,0 +1,386 @@
+"""The answer of a comparison: sentences, alerts and one screen, made from its CSV files alone.
+
+The terminal and the page show the same sentences. A difference has a word only where the interval of its table gives it
+one; with one or two seeds there are no words (`results.intervals`).
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fedapp import registry
+from fedapp.errors import BadRequest, counted
+from fedapp.lazy import pd
+from fedapp.results import intervals
+from fedapp.results.runs import Comparison
+from fedapp.results.statistics import DASH, mean_and_std, percent, size, tally
+
+SETTING = ["dataset", "partition", "alpha", "classes_per_client", "sweep"]
+"""Columns that tell the settings of a comparison apart."""
+HARM = ["gain", "same", "lose"]
+"""Columns that say how many clients a method helps and harms, against training alone."""
+ALONE, AGAIN, GUESS = "alone", "alone again", "majority class"
+"""Rows of the screen that are no methods of the call."""
+LINES, METHODS, ALERTS, SENTENCES = 23, 8, 3, 6
+"""Most lines of the screen (a prompt has the 24th of a terminal), rows of methods, lines of alerts and of sentences."""
+FEW_ROWS = 50
+"""With fewer test rows of the median client an alert says what one row is worth."""
+
+
+# ---- one setting -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a comparison says of one setting.
+
+    Attributes
+    ----------
+    table : its rows of results.csv, those of failed runs too.   again : its rows of again.csv.
+    tests : measure -> method -> row of significance.csv.   reference : label.
+    """
+
+    table: pd.DataFrame
+    again: pd.DataFrame
+    tests: dict[str, dict[str, dict[str, Any]]]
+    reference: str
+    finished: pd.DataFrame = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "finished", self.table[self.table["failed"] == ""])
+
+    @cached_property
+    def alone(self) -> str:
+        """Label of training alone; empty where no such run has finished."""
+        return next(iter(self.finished.loc[self.finished["method"] == "local", "variant"]), "")
+
+    @cached_property
+    def methods(self) -> list[str]:
+        """Labels of the methods with a finished run, without training alone, in the order of the call."""
+        return [v for v in dict.fromkeys(self.finished["variant"]) if v != self.alone]
+
+    @property
+    def seeds(self) -> int:
+        """The fewest seeds of a method that is compared with the reference."""
+        compared = [row["seeds"] for row in self.tests.get("headline", {}).values()]
+        return int(min(compared, default=self.finished["seed"].nunique()))
+
+    @property
+    def clients(self) -> int:
+        """The number of clients."""
+        return int(self.table["clients"].max())
+
+    def mean(self, label: str, column: str) -> float:
+        """Return the mean over seeds of a column of results.csv; NaN where it was not measured."""
+        return mean_and_std(self.finished.loc[self.finished["variant"] == label, column])[0]
+
+    def harm(self, label: str) -> list[float]:
+        """Return how many clients gain, score the same and lose, means over seeds."""
+        return [self.mean(label, column) for column in HARM]
+
+    def test(self, label: str, measure: str = "headline") -> dict[str, Any] | None:
+        """Return the row of significance.csv of a method; None for the reference."""
+        return self.tests.get(measure, {}).get(label)
+
+    def name(self, label: str) -> str:
+        """Return the name of a method in a sentence."""
+        return "training alone" if label == self.alone else registry.title_of(label)
+
+    @cached_property
+    def leader(self) -> str:
+        """The method with the highest mean of those above the reference, else of all; empty without a method."""
+        above = [v for v in self.methods if (t := self.test(v)) and str(t["word"]).startswith("better")]
+        return max(above or self.methods, key=lambda v: (s := self.mean(v, "headline_last"), s == s), default="")
+
+    # ---- sentences
+
+    def sentences(self) -> list[str]:
+        """Answer each question in a sentence: better by how much, for whom, for all classes, at what cost."""
+        if not self.leader:
+            return []
+        found = (self._difference(), self._harm(), self._worst_tenth(), self._all_classes(), self._cost())
+        return [sentence for sentence in found if sentence]
+
+    def _difference(self) -> str:
+        own = {v: self.mean(v, "headline_last") for v in [*self.methods, *filter(None, [self.alone])]}
+        best = max(own, key=lambda v: own[v])
+        highest = f"Highest mean on own test data: {self.name(best)}, {percent(own[best])} %"
+        if self.alone and best != self.alone:
+            highest += f" (training alone {percent(own[self.alone])} %)"
+        if self.seeds < 3 or "headline" not in self.tests:
+            return f"{highest}."
+        groups: dict[str, list[str]] = {}
+        rows = sorted(self.tests["headline"].items(), key=lambda item: -abs(item[1]["mean_difference"]))
+        for label, row in rows:
+            word = str(row["word"])
+            side = word.split()[0].rstrip(",") if word else "open"
+            text = (
+                f"{self.name(label)} by {100 * abs(row['mean_difference']):.1f} points ({intervals.interval_text(row)})"
+            )
+            groups.setdefault(side, []).append(text if side in ("better", "worse") else self.name(label))
+        reference = self.name(self.reference)
+        margin = f"{100 * rows[0][1]['margin']:.1f} points" if rows else ""
+        heads = {
+            "better": f"Better than {reference}", "worse": f"Worse than {reference}",
+            "equal": f"Equal to {reference} within {margin}", "open": "Not decided",
+        }  # fmt: skip
+        parts = [f"{head}: {_listed(groups[side])}." for side, head in heads.items() if side in groups]
+        if set(groups) == {"open"}:
+            return f"No difference to {reference} is decided. {highest}."
+        return " ".join(parts if "better" in groups else [*parts, f"{highest}."])
+
+    def _harm(self) -> str:
+        gain, same, lose = self.harm(self.leader)
+        if math.isnan(gain):
+            return ""
+        clients = tally([[gain + same + lose]])
+        text = f"{self.name(self.leader)} helps {tally([[gain]])} of {clients} clients and harms {tally([[lose]])}"
+        if len(self.again):
+            by_chance = (tally(self.again[[column]].to_numpy()) for column in ("gain", "lose"))
+            text += f"; training alone a second time {' and '.join(by_chance)}"
+        losing = {v: mean for v in self.methods if not math.isnan(mean := self.harm(v)[2])}
+        most = max(losing, key=lambda v: losing[v])
+        more = f" Most are harmed by {self.name(most)}: {tally([[losing[most]]])}." if losing[most] > lose else ""
+        return f"{text}.{more}"
+
+    def _worst_tenth(self) -> str:
+        row = self.test(self.leader, "headline_worst_tenth")
+        if row is None or row["seeds"] < 3:
+            return ""
+        text = f"Worst tenth of the clients, against that of {self.name(self.reference)}: {self.name(self.leader)}"
+        return f"{text} {intervals.in_words(row)}."
+
+    def _all_classes(self) -> str:
+        scores = {v: self.mean(v, "all_classes") for v in [*self.methods, *filter(None, [self.alone])]}
+        known = {v: score for v, score in scores.items() if not math.isnan(score)}
+        if not known:
+            return ""
+        best = max(known, key=lambda v: known[v])
+        alone = "" if best == self.alone or self.alone not in known else known[self.alone]
+        beside = f" (training alone {percent(alone)} %)" if alone != "" else ""
+        return f"Highest on all classes: {self.name(best)}, {percent(known[best])} %{beside}."
+
+    def _cost(self) -> str:
+        method = registry.get(self.leader.partition("(")[0])
+        shown = "" if method.per_class is None else ", numbers of single classes among it"
+        sent = size(self.mean(self.leader, "bytes_up"))
+        return f"A client of {self.name(self.leader)} sends {sent} a round. Exchanged: {method.travels}{shown}."
+
+    def power(self) -> str:
+        """Say which differences so few seeds can show; empty without a method."""
+        rows = list(self.tests.get("headline", {}).values())
+        if not rows:
+            return ""
+        spread = mean_and_std([])[0]
+        errors = sorted(row["standard_error"] * math.sqrt(row["seeds"]) for row in rows if row["seeds"] > 1)
+        if errors:
+            spread = (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
+        seconds = float(self.finished.groupby("variant")["run_seconds"].mean().sum())
+        reference = ALONE if self.reference == self.alone else self.name(self.reference)
+        return intervals.power_text(self.seeds, len(rows), reference, spread, seconds)
+
+    # ---- alerts
+
+    def alerts(self) -> Iterator[str]:
+        """Name what a reader must know before the numbers count."""
+        failed = self.table[self.table["failed"] != ""]
+        for label, rows in failed.groupby("variant", sort=False):
+            runs = int((self.table["variant"] == label).sum())
+            yield f"{self.name(str(label))} failed ({len(rows)} of {counted(runs, 'seed')}): {rows['failed'].iloc[0]}"
+        if self.clients == 1:
+            yield "One client: there is nothing to federate."
+        done = self.finished
+        seeds = done.groupby("variant", sort=False)["seed"].agg(lambda s: tuple(sorted(s)))
+        if seeds.nunique() > 1:
+            listed = (f"{self.name(str(v))} {len(s)}" for v, s in seeds.items())
+            yield f"Methods have different seeds; differences count the common ones: {', '.join(listed)}."
+        majority = done["majority"].mean()
+        if len(done) and done.groupby("variant")["headline_last"].mean().max() <= majority:
+            yield f"No method is above guessing each client's majority class ({percent(majority)} %)."
+        rows = done["test_median"].median()
+        if rows < FEW_ROWS:
+            yield f"Few test rows: {rows:.0f} of the median client, so one row is {100 / rows:.1f} points of its score."
+
+
+def _listed(names: Sequence[str], most: int = 2) -> str:
+    shown = list(names[:most])
+    if len(names) > most:
+        return f"{', '.join(shown)} and {len(names) - most} more"
+    return " and ".join(shown)
+
+
+def answers_of(comparison: Comparison) -> list[Answer]:
+    """Return the answer of every setting, in the order of results.csv.
+
+    Raises
+    ------
+    BadRequest : the folder has no results.csv of this version, or no run with a score.
+    """
+    table, tests, again = comparison.table, comparison.significance, comparison.again
+    needed = {*SETTING, *HARM, "variant", "seed", "failed", "headline_last", "all_classes", "majority", "test_median"}
+    if not needed <= {*table} and not (len(table) and table.get("failed", pd.Series(dtype=str)).notna().all()):
+        raise BadRequest(f"{comparison.out} holds no comparison of this version (results.csv of fedapp compare)")
+    table = table.assign(failed=table["failed"].fillna("")).reindex(columns=dict.fromkeys([*table, *sorted(needed)]))
+    if (table["failed"] == "").any() and table["headline_last"].isna().all():
+        raise BadRequest(f"{comparison.out} holds no score: no client has test rows")
+    found = []
+    for key, part in table.groupby(SETTING, dropna=False, sort=False):
+        by: dict[str, dict[str, dict[str, Any]]] = {}
+        for row in rows_of(tests, key).to_dict("records"):
+            by.setdefault(row["measure"], {})[row["variant"]] = {**row, "word": row["word"] if row["seeds"] > 2 else ""}
+        known = [row["reference"] for rows in by.values() for row in rows.values()]
+        local = part.loc[part["method"] == "local", "variant"]
+        found.append(Answer(part, rows_of(again, key), by, str(next(iter([*known, *local, *part["variant"]])))))
+    return found
+
+
+def rows_of(table: pd.DataFrame, key: Sequence[Any]) -> pd.DataFrame:
+    """Return the rows of a setting, of one of a comparison's tables."""
+    for column, value in zip(SETTING, key):
+        if column in table:
+            table = table[table[column].isna() if value != value else table[column] == value]
+    return table
+
+
+def setting_title(part: pd.DataFrame) -> str:
+    """Name a setting by its rows of results.csv: data set, partition, clients."""
+    first = part.iloc[0]
+    number = first["classes_per_client"] if pd.isna(first["alpha"]) else first["alpha"]
+    kind = first["partition"] + ("" if pd.isna(number) else f" {number:g}")
+    sweep = "" if pd.isna(first["sweep"]) else first["sweep"]
+    return ", ".join(filter(None, (first["dataset"], kind, counted(int(first["clients"]), "client"), sweep)))
+
+
+def alerts_of(comparison: Comparison, answers: Sequence[Answer]) -> list[str]:
+    """Return the alerts of all settings, each once: failures, runs that may not be compared, settings that differ."""
+    own = [alert for answer in answers for alert in answer.alerts()]
+    failed = [alert for alert in own if " failed (" in alert]
+    return list(dict.fromkeys([*failed, *comparison.notes["alerts"], *own]))
+
+
+# ---- one screen ------------------------------------------------------------------------------------------------------
+
+
+def screen(comparison: Comparison, everything: bool = False) -> str:
+    """Return the last screen of a comparison, one for each setting, 24 lines of 80 columns if there is one setting.
+
+    Parameters
+    ----------
+    everything : all methods, all alerts and every word of them.
+    """
+    width = shutil.get_terminal_size().columns
+    answers = answers_of(comparison)
+    alerts = _alert_lines(alerts_of(comparison, answers), width, everything)
+    ends = [f"  {name:8} {text}" for name, text in _paths(comparison, everything)]
+    lines = []
+    for answer in answers:
+        methods = counted(len({*answer.table["variant"]} - {answer.alone}), "method")
+        seeds = counted(answer.table["seed"].nunique(), "seed")
+        rounds = counted(int(answer.table["rounds"].max()), "round")
+        title = f"{methods} on {setting_title(answer.table)}, {rounds}, {seeds}"
+        said = [line for sentence in answer.sentences() for line in textwrap.wrap(sentence, width)]
+        if not everything and len(said) > SENTENCES:
+            said = [*said[: SENTENCES - 1], _cut(said[SENTENCES - 1], width)]
+        power = textwrap.wrap(answer.power(), width)
+        head = [*textwrap.wrap(title, width), *said]
+        tail = [*power, *alerts, *ends]
+        lines += [*head, *_table(answer, width, None if everything else LINES - len(head) - len(tail)), *power]
+    return "\n".join([*lines, *alerts, *ends])
+
+
+def _alert_lines(alerts: Sequence[str], width: int, everything: bool) -> list[str]:
+    lines: list[str] = []
+    for number, alert in enumerate(alerts):
+        wrapped = textwrap.wrap(alert, width, initial_indent="! ", subsequent_indent="  ", break_long_words=False)
+        if not everything and len(lines) + len(wrapped) > ALERTS:
+            if lines:
+                return [*lines, f"! {counted(len(alerts) - number, 'more alert')}"]
+            wrapped = [*wrapped[: ALERTS - 1], _cut(wrapped[ALERTS - 1], width)]
+        lines += wrapped
+    return lines
+
+
+def _cut(line: str, width: int) -> str:
+    """Say that a line goes on; words stay whole."""
+    return f"{line if len(line) + 2 <= width else line[: width - 2].rpartition(' ')[0]} …"
+
+
+def _paths(comparison: Comparison, everything: bool) -> Iterator[tuple[str, str]]:
+    if (comparison.out / "report.html").is_file():
+        yield "report", str(comparison.out / "report.html")
+    yield ("folder", str(comparison.out)) if everything else ("details", f"fedapp show {comparison.out} --all")
+
+
+def _table(answer: Answer, width: int, lines: int | None) -> list[str]:
+    """Return the lines of the table: as many methods as fit into `lines`, then training alone and guessing."""
+    delivered = {
+        v
+        for v in answer.methods
+        if (answer.finished.loc[answer.finished["variant"] == v, "headline"] == "received").all()
+    }
+    rows = [_row(answer, v, answer.name(v) + " *" * (v in delivered)) for v in answer.methods]
+    fixed = [_row(answer, answer.alone, ALONE)] if answer.alone else []
+    if len(answer.again):
+        fixed.append([AGAIN, *_cells(answer, answer.again, None)])
+    majority = percent(answer.finished["majority"].mean())
+    fixed.append(
+        [GUESS, majority, *[""] * (len(fixed[0] if fixed else rows[0]) - 2)] if fixed or rows else [GUESS, majority]
+    )
+    note = ["* as the server delivers it; all others after local training"] if delivered else []
+    heads = _heads(answer)
+    # A number is never cut: columns that a narrow terminal has no room for are left out, the last ones first.
+    widths = [
+        max(len(w) for w in [*h.split("\n"), *(row[i] for row in [*rows, *fixed])]) for i, h in enumerate(heads) if i
+    ]
+    while len(widths) > 1 and sum(widths) + 2 * len(widths) + len(GUESS) > width:
+        widths.pop()
+    room = min(width - sum(widths) - 2 * len(widths), max(len(row[0]) for row in [*rows, *fixed]))
+
+    def laid(row: Sequence[str]) -> list[str]:
+        first, *more = textwrap.wrap(row[0], room) or [""]
+        return [
+            "".join([first.ljust(room), *(f"  {c:>{w}}" for c, w in zip(row[1:], widths))]).rstrip(),
+            *(f"  {m}" for m in more),
+        ]
+
+    top = [line for level in (0, 1) for line in laid([h.split("\n")[level] for h in heads])]
+    below = [line for row in fixed for line in laid(row)]
+    shown = [laid(row) for row in rows]
+    if lines is not None:
+        left = lines - len(top) - len(below) - len(note)
+        count = min(len(shown), METHODS)
+        while count > 1 and sum(map(len, shown[:count])) + (count < len(shown)) > left:
+            count -= 1
+        hidden = len(shown) - count
+        shown = [*shown[:count], *([[f"{hidden} more: --all shows them"]] if hidden else [])]
+    return [*top, *(line for row in shown for line in row), *below, *note]
+
+
+def _heads(answer: Answer) -> list[str]:
+    against = f"vs\n{ALONE if answer.reference == answer.alone else 'ref.'}"
+    differences = {1: [], 2: [f"{against}, by seed"]}.get(answer.seeds, [against, "95 %\ninterval"])
+    return ["\n", "own\ntest", *differences, "gain/same\n/lose", "all\nclasses", "up/\nround"]
+
+
+def _row(answer: Answer, label: str, name: str) -> list[str]:
+    return [name, *_cells(answer, answer.finished[answer.finished["variant"] == label], answer.test(label))]
+
+
+def _cells(answer: Answer, rows: pd.DataFrame, test: dict[str, Any] | None) -> list[str]:
+    def mean(column: str) -> float:
+        return mean_and_std(rows[column])[0]
+
+    if answer.seeds < 3:
+        differences = [[], [DASH if test is None else intervals.by_seed(test)]][answer.seeds - 1]
+    else:
+        differences = (
+            [DASH] * 2 if test is None else [intervals.points(test["mean_difference"]), intervals.interval_text(test)]
+        )
+    harmed = tally(rows[HARM].to_numpy()).replace(" ", "") if rows[HARM].notna().any().any() else DASH
+    return [percent(mean("headline_last")), *differences, harmed, percent(mean("all_classes")), size(mean("bytes_up"))]
