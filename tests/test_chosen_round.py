@@ -161,8 +161,6 @@ def test_a_checkpoint_under_two_names(tmp_path: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_tables_say_that_a_round_was_chosen_and_show_no_best_on_test(tiny: Tiny) -> None:
-    class Job:
-        result = tiny(method="fedavg", rounds=2, **CHOOSING)
-
-    assert "after the round that validation images chose" in tables.meaning([Job()])  # type: ignore[list-item]
+    run = tiny(method="fedavg", rounds=2, **CHOOSING)
+    assert "after the round that validation images chose" in tables.meaning([run])
     assert not [name for name in (*tables.SCORES, *tables.SCORES.values()) if "best" in name]

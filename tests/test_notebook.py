@@ -231,7 +231,7 @@ def test_a_quiet_comparison_prints_what_failed_alone(
     tmp_path: Path, in_turn: list[str], no_page: list[Path], monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    small = {"clients": 2, "local_epochs": 1, "data_fraction": 0.2, "rounds": 1, "quiet": True}
+    small = {"clients": 2, "local_epochs": 1, "data_fraction": 0.2, "rounds": 1, "quiet": True, "seeds": 1}
     assert len(compare(["local"], out=tmp_path / "one", **small).table) == 1
     assert capfd.readouterr() == ("", "")
     monkeypatch.setattr("tests.conftest.run_local", lambda config: 1 / 0)
@@ -287,4 +287,4 @@ def test_a_comparison_that_fails_says_so(
 ) -> None:
     monkeypatch.setattr("tests.conftest.run_local", lambda config: 1 / 0)
     with pytest.raises(RuntimeError, match="is not complete: the lines above say why"):
-        compare("local", out=tmp_path / "one", rounds=1, clients=3, data_fraction=0.3)
+        compare("local", out=tmp_path / "one", rounds=1, clients=3, data_fraction=0.3, seeds=1)

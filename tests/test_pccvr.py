@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -149,12 +148,11 @@ def test_it_sends_what_ccvr_sends_and_is_ccvr_but_for_the_bias(
     told: dict[str, list[str]] = {}
     for run in (plain, found):
         runner.print_summary(run.summary)
-        job = SimpleNamespace(result=run)
         told[run.method] = [
             " ".join(capsys.readouterr().out.split()),
-            tables.meaning([job]),
+            tables.meaning([run]),
             report.write(run.out).read_text(),
-        ]  # type: ignore[list-item]
+        ]
     assert all(UNADJUSTED in text for text in told["pccvr"]) and not any(UNADJUSTED in text for text in told["ccvr"])
     said = found.summary["personal"]
     assert said["unadjusted"]["local"] == pytest.approx(plain.summary["accuracy"]["received"]["last"], abs=1e-12)

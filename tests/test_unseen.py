@@ -138,7 +138,8 @@ def test_tables_and_pages_show_them(tmp_path: Path) -> None:
              "--set", "unseen=1", "--out", str(tmp_path / "c"))  # fmt: skip
     result = CliRunner().invoke(app, ["compare", *words])
     assert result.exit_code == 0, result.output
-    assert "took no part in the training" in result.stdout and "trained@2" in result.stdout
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "c"), "--all"]).stdout
+    assert "took no part in the training" in shown and "trained@2" in shown
     table = pd.read_csv(tmp_path / "c" / "results.csv").set_index("variant")
     unseen = pd.read_csv(tmp_path / "c" / "runs" / "fedavg-s0" / "unseen.csv")
     assert table.loc["fedavg", "unseen_trained@2_accuracy"] == unseen["unseen_trained@2_accuracy"].mean()

@@ -22,7 +22,7 @@ from fedapp.errors import counted
 from fedapp.experiments.jobs import Job
 from fedapp.registry import title_of
 from fedapp.results import intervals
-from fedapp.results.answers import HARM, SETTING, rows_of, setting_title
+from fedapp.results.answers import HARM, SETTING, rows_of, setting_title, with_reasons
 from fedapp.results.cells import write_table
 from fedapp.results.directory import write_json
 from fedapp.results.intervals import differences_of, margin_of
@@ -341,10 +341,10 @@ def meaning(runs: Sequence[RunResult]) -> str:
 def print_tables(comparison: Comparison) -> None:
     """Print accuracy, spread over clients and cost, and differences to the reference; three tables a setting."""
     table, tests = comparison.table, comparison.significance
-    table = table.assign(failed=table["failed"].fillna("")) if len(table) else table
     runs = [run for run in comparison.finished if run.label in {*table.get("variant", ())}]
     if not runs:
         return
+    table = with_reasons(table)
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     console = Screen(highlight=False)
     for key, whole in table.groupby(SETTING, dropna=False, sort=False):

@@ -226,7 +226,7 @@ def answers_of(comparison: Comparison) -> list[Answer]:
     needed = {*SETTING, *HARM, "variant", "seed", "failed", "headline_last", "all_classes", "majority", "test_median"}
     if not needed <= {*table} and not (len(table) and table.get("failed", pd.Series(dtype=str)).notna().all()):
         raise BadRequest(f"{comparison.out} holds no comparison of this version (results.csv of fedapp compare)")
-    table = table.assign(failed=table["failed"].fillna("")).reindex(columns=dict.fromkeys([*table, *sorted(needed)]))
+    table = with_reasons(table).reindex(columns=dict.fromkeys([*table, *sorted(needed)]))
     if (table["failed"] == "").any() and table["headline_last"].isna().all():
         raise BadRequest(f"{comparison.out} holds no score: no client has test rows")
     found = []
@@ -238,6 +238,11 @@ def answers_of(comparison: Comparison) -> list[Answer]:
         local = part.loc[part["method"] == "local", "variant"]
         found.append(Answer(part, rows_of(again, key), by, str(next(iter([*known, *local, *part["variant"]])))))
     return found
+
+
+def with_reasons(table: pd.DataFrame) -> pd.DataFrame:
+    """Return results.csv with an empty text as reason where a run has not failed."""
+    return table.assign(failed=table["failed"].astype(object).where(table["failed"].notna(), ""))
 
 
 def rows_of(table: pd.DataFrame, key: Sequence[Any]) -> pd.DataFrame:
@@ -328,10 +333,10 @@ def _table(answer: Answer, width: int, lines: int | None) -> list[str]:
     fixed = [_row(answer, answer.alone, ALONE)] if answer.alone else []
     if len(answer.again):
         fixed.append([AGAIN, *_cells(answer, answer.again, None)])
+    if not rows and not fixed:
+        return []
     majority = percent(answer.finished["majority"].mean())
-    fixed.append(
-        [GUESS, majority, *[""] * (len(fixed[0] if fixed else rows[0]) - 2)] if fixed or rows else [GUESS, majority]
-    )
+    fixed.append([GUESS, majority, *[""] * (len([*rows, *fixed][0]) - 2)])
     note = ["* as the server delivers it; all others after local training"] if delivered else []
     heads = _heads(answer)
     # A number is never cut: columns that a narrow terminal has no room for are left out, the last ones first.

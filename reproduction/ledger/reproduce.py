@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections import Counter
@@ -27,7 +28,19 @@ from fedapp.tasks import simulated as tasks
 from reproduction.ledger.archive import Archive, read
 from reproduction.ledger.archive import lacking as lacking_keys
 from reproduction.ledger.archive import write as write_archive
-from reproduction.ledger.claims import Claim, Evidence, MissingRun, Outcome, Pair, Verdict, claims, rounds_to, target_of
+from reproduction.ledger.claims import (
+    LEVEL,
+    Claim,
+    Evidence,
+    MissingRun,
+    Outcome,
+    Pair,
+    Verdict,
+    claims,
+    rounds_to,
+    surviving,
+    target_of,
+)
 from reproduction.ledger.studies import RunKey, Study, keys_of, settings_of, studies
 
 START, END = "<!-- ledger -->", "<!-- /ledger -->"
@@ -240,12 +253,16 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
         if seconds[study.id]
     ]
     made_with = Counter(_made_with(run.versions) for run in done.values())
+    survives = surviving([v for _, v in verdicts])
     lines = [
         f"{len(verdicts)} claims: " + ", ".join(f"{counts[o]} {o}" for o in get_args(Outcome)) + ".",
+        _by_chance([v for _, v in verdicts], survives),
         "",
         *markdown(
-            "claim|paper|ours|outcome", [(f"**{c.id}** {c.text}", c.paper, v.ours, v.outcome) for c, v in verdicts]
+            "claim|paper|ours|outcome|survives Holm",
+            [(f"**{c.id}** {c.text}", c.paper, v.ours, v.outcome, s) for (c, v), s in zip(verdicts, survives)],
         ),
+        *_changes(verdicts, Evidence(None, done, after_a_look=LEVEL)),
         "",
         "### The runs",
         "",
@@ -257,6 +274,26 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
         + ". A busy machine takes longer; times are not results.",
     ]
     doc.write_text(head + START + "\n" + "\n".join(lines) + "\n" + END + tail, encoding="utf-8")
+
+
+def _by_chance(verdicts: Sequence[Verdict], survives: Sequence[str]) -> str:
+    """Say how many decisions survive, and how many of the others chance alone would give."""
+    directed = sum(not math.isnan(v.p) for v in verdicts)
+    return (
+        f"{directed} of them are directed and measured. {survives.count('yes')} of their decisions survive Holm's "
+        f"correction, {survives.count('no')} do not; chance alone would give about {LEVEL * directed:.0f} decisions."
+    )
+
+
+def _changes(verdicts: Sequence[tuple[Claim, Verdict]], one_look: Evidence) -> list[str]:
+    """Return the table of claims that had another outcome by the rules of version 0.2, with the rule that changed."""
+    rows = []
+    for claim, verdict in verdicts:
+        if claim.before is not None:
+            unit = claim.decide(one_look).outcome == verdict.outcome
+            rule = "the unit is the seed" if unit else "2.2 % after a look"
+            rows.append((f"`{claim.id}`", claim.before, verdict.outcome, rule))
+    return ["", "### Outcomes that changed", "", *markdown("claim|version 0.2|now|rule", rows)] if rows else []
 
 
 def _made_with(versions: Mapping[str, str]) -> str:
