@@ -23,9 +23,14 @@ def runs(pair):
     return sorted((run for run in lines if run["variant"] == variant), key=lambda run: run["seed"])
 
 
+def column(run, name):
+    """Return a column of the final scores (K,); a single value is that of all clients."""
+    return np.broadcast_to(run["final"][name], len(run["final"]["client"]))
+
+
 def accuracies(run, score):
     """Return the accuracy of each client (K,)."""
-    return np.array(run["final"][f"{score}_correct"]) / np.array(run["final"][f"{score}_total"])
+    return column(run, f"{score}_correct") / column(run, f"{score}_total")
 
 
 def number(run, measure):
@@ -50,9 +55,9 @@ def difference(test):
         return np.array([rounds_to(m, target) - rounds_to(f, target) for f, m in zip(few, more)]), [], 1
     score = test.get("protocol")
     pairs = [test.get("better") or test.get("first"), test.get("worse") or test.get("second")]
-    sides = (
-        [[(p, score)] for p in pairs] if score else [[t.split(" ", 1) for t in test[s]] for s in ("larger", "smaller")]
-    )
+    sides = [[(pair, score)] for pair in pairs]
+    if score is None:
+        sides = [[text.split(" ", 1) for text in test[side]] for side in ("larger", "smaller")]
     found = [[(runs(pair), measure) for pair, measure in side] for side in sides]
     n = min(len(members) for side in found for members, _ in side)
     values = [[np.array([number(run, m) for run in members[:n]]) for members, m in side] for side in found]
@@ -63,7 +68,7 @@ def difference(test):
 def interval(test):
     """Return the interval of a test as the page writes it."""
     d, used, factor = difference(test)
-    totals = [np.array(run["final"]["trained_total"]) for run in used]
+    totals = [column(run, "trained_total") for run in used]
     step = max((1 / (len(t) * np.median(t)) for t in totals), default=1.0)
     level = 0.022 if len(d) > 3 else 0.05
     tail = level if "margin" in test else level / 2

@@ -334,10 +334,11 @@ def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) ->
         )
     ]  # fmt: skip
     (tmp_path / "results.csv").write_text("\n".join([head + "trained_target_bytes", *rows]) + "\n")
+    row = "digits,dirichlet,%s,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,%s\n"
     (tmp_path / "significance.csv").write_text(
         "dataset,partition,alpha,classes_per_client,measure,variant,reference,seeds,by_seed,mean_difference,low,high,word\n"
-        'digits,dirichlet,0.3,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,2,"[0.01, 0.0146]",0.0123,-0.02,0.04,open\n'
-        'digits,dirichlet,2.0,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,3,"[-0.1, -0.2, -0.3]",-0.2,-0.4,-0.05,worse\n'
+        + row % (0.3, '2,"[0.01, 0.0146]",0.0123,-0.02,0.04,open')
+        + row % (2.0, '3,"[-0.1, -0.2, -0.3]",-0.2,-0.4,-0.05,worse')
     )
     found, data = (report.write(tmp_path), page(tmp_path))[1], read_comparison(tmp_path)
     assert data.labels == ("local", "fedprox(mu=0.1 lr=0.1)", "fedprox(mu=0.1 lr=0.2)")
