@@ -22,7 +22,7 @@ from fedapp.errors import counted
 from fedapp.experiments.jobs import Job
 from fedapp.registry import title_of
 from fedapp.results import intervals
-from fedapp.results.answers import HARM, SETTING, rows_of, setting_title, with_reasons
+from fedapp.results.answers import AGAIN_TITLE, HARM, SETTING, rows_of, setting_title, with_reasons
 from fedapp.results.cells import write_table
 from fedapp.results.directory import write_json
 from fedapp.results.intervals import differences_of, margin_of
@@ -353,9 +353,10 @@ def print_tables(comparison: Comparison) -> None:
         if part.empty:
             console.print_line(f"{setting_title(whole)}: every run failed")
             continue
-        for title, rows, columns in _tables(part, rows_of(tests, key), meaning(runs), metrics):
+        here = rows_of(tests, key), rows_of(comparison.again, key).assign(variant=AGAIN_TITLE)
+        for title, rows, columns in _tables(part, *here, meaning(runs), metrics):
             groups = [(title_of(str(label)), mine) for label, mine in rows.groupby("variant", sort=False)]
-            failed = [title_of(label) for label in lost] if rows is part else []
+            failed = [title_of(label) for label in lost] if "failed" in rows else []
             console.print(Text(title, style="table.title"))
             print_fitting(
                 console,
@@ -405,7 +406,7 @@ def _difference(rows: pd.DataFrame, measure: str) -> str:
 
 
 def _tables(
-    part: pd.DataFrame, tests: pd.DataFrame, meaning: str, metrics: Sequence[str] = ()
+    part: pd.DataFrame, tests: pd.DataFrame, again: pd.DataFrame, meaning: str, metrics: Sequence[str] = ()
 ) -> Iterator[tuple[str, pd.DataFrame, Columns]]:
     """Yield the tables of a setting: title, the rows that are grouped by method, columns."""
     seeds = part["seed"].nunique()
@@ -438,7 +439,7 @@ def _tables(
     goal = f"{100 * goals.mean():.1f} %{'' if goals.nunique() == 1 else ' (mean)'}" if len(goals) else "-"
     yield (
         "Clients (the weakest after local training, in %), what it took, and traffic per client and round",
-        part,
+        pd.concat([part, again]) if len(again) else part,
         {
             "worst client": lambda rows: spread(rows["trained_worst"]),
             "worst tenth": lambda rows: spread(rows["trained_worst_decile"]),

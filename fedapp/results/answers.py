@@ -27,6 +27,8 @@ HARM = ["gain", "same", "lose"]
 """Columns that say how many clients a method helps and harms, against training alone."""
 ALONE, AGAIN, GUESS = "alone", "alone again", "majority class"
 """Rows of the screen that are no methods of the call."""
+AGAIN_TITLE = "Standalone again"
+"""Row of Standalone's second runs in a table of harm."""
 LINES, METHODS, ALERTS, SENTENCES = 23, 8, 3, 6
 """Most lines of the screen (a prompt has the 24th of a terminal), rows of methods, lines of alerts and of sentences."""
 FEW_ROWS = 50

@@ -21,6 +21,7 @@ from fedapp import config as configuration
 from fedapp.errors import BadRequest, plain
 from fedapp.registry import method_title, title_of
 from fedapp.results import figures, intervals
+from fedapp.results.answers import AGAIN_TITLE, HARM, alerts_of, answers_of, setting_title
 from fedapp.results.directory import write_text
 from fedapp.results.figures import Gallery, Progress
 from fedapp.results.figures.words import setting_text
@@ -336,6 +337,7 @@ def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
             for setting, members in groups_of(finished)
         ],
         differing=varying(runs),
+        **_answer(comparison),
         test_images=_test_images(finished),
         others=list(_other_tables(comparison)),
         meaning=meaning(_protocols(comparison.runs), comparison.runs),
@@ -361,6 +363,17 @@ COLUMNS = (
 
 OWN_SPLITS = ("tuned", "trained", "received")
 """Those of `COLUMNS` that are on each client's own test split, as is the score of guessing its majority class."""
+
+
+def _answer(comparison: Comparison) -> dict[str, Any]:
+    """Return what the terminal says of each setting, and the alerts that the page does not give elsewhere."""
+    try:
+        found = answers_of(comparison)
+    except BadRequest:  # the folder is none of `fedapp compare`
+        return {"answers": [], "warned": []}
+    alerts = [alert for alert in alerts_of(comparison, found) if " failed (" not in alert]
+    said = [(setting_title(answer.table), [*answer.sentences(), answer.power()]) for answer in found]
+    return {"answers": said, "warned": alerts}
 
 
 def _harm(runs: Sequence[RunResult], by: Sequence[Sequence[RunResult]]) -> list[str]:
@@ -431,7 +444,10 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult], lost: Seq
         "accuracy": Table(["accuracy in %", *scores], [*_score_rows(names, scores), *failed, *_guessing(runs, scores)]),
         "further": Table(
             ["further, in %", *further, *(["clients: gain / same / lose"] if harmed else [])],
-            [[*row, *(Cell(t) for t in harmed[i : i + 1])] for i, row in enumerate(_score_rows(names, further))],
+            [
+                *([*row, *(Cell(t) for t in harmed[i : i + 1])] for i, row in enumerate(_score_rows(names, further))),
+                *_again(comparison, runs),
+            ],
         ),
         "metrics": Table(
             ["further metrics", *chosen],
@@ -449,19 +465,26 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult], lost: Seq
     }
 
 
+def _again(comparison: Comparison, runs: Sequence[RunResult]) -> list[list[Any]]:
+    """Return the row of Standalone's second runs below the weak and harmed clients: harm by chance."""
+    rows = _lines_of(comparison.again, runs[0])
+    if not len(rows):
+        return []
+    weak = (Cell(spread(rows[f"trained_{name}"])) for name in ("worst", "worst_decile"))
+    return [[AGAIN_TITLE, *weak, Cell(tally(rows[HARM].to_numpy()))]]
+
+
 def _weakest(run: RunResult) -> tuple[float, float]:
     """Worst client and worst tenth after fine-tuning or local training, else of the received models."""
     return run.weakest(next((p for p in ("tuned", "trained") if f"{p}_accuracy" in run.final), "received"))
 
 
 def _score_rows(names: Iterable[str], columns: Mapping[str, Sequence[Sequence[float]]]) -> list[list[Any]]:
-    """Return one row per method: its name, then mean and spread of each column in percent, the highest mean in bold."""
+    """Return one row per method: its name, then mean and spread of each column in percent."""
     rows: list[list[Any]] = [[name] for name in names]
     for values in columns.values():
-        means = np.array([mean_and_std(v)[0] for v in values])
-        best = -math.inf if np.isnan(means).all() else float(np.nanmax(means))
-        for row, value, mean in zip(rows, values, means):
-            row.append(Cell(spread(value), strong=math.isclose(mean, best, abs_tol=1e-12)))
+        for row, value in zip(rows, values):
+            row.append(Cell(spread(value)))
     return rows
 
 
@@ -526,7 +549,7 @@ NAMES = {"method", "variant", "reference"}
 def _other_tables(comparison: Comparison) -> Iterable[tuple[str, int, Table]]:
     """Yield name, number of rows and table of the CSV files beside results.csv that the page shows nowhere else."""
     for path in sorted(comparison.out.glob("*.csv")):
-        if path.name in ("results.csv", "curves.csv", "significance.csv"):
+        if path.name in ("results.csv", "curves.csv", "significance.csv", "again.csv"):
             continue
         try:
             table = read_table(path)

@@ -132,21 +132,6 @@ def within_rows(a: Floats, b: Floats) -> float:
     return float((a * b).sum() / scale) if scale else math.nan
 
 
-def signed_rank(differences: Iterable[float]) -> float:
-    """Return the two-sided p of Wilcoxon's signed-rank test over paired differences (n,).
-
-    Zeros are ranked and then left out (Pratt, 1959): clients with few test images tie often, and a test that leaves the
-    ties out first overstates what the others say. Differences are rounded to 12 digits, because 0.8 - 0.7 and 0.2 - 0.1
-    must have the same rank. p is 1 where nothing differs.
-    """
-    rounded = np.round(measured(differences), 12)
-    if not np.any(rounded):
-        return 1.0
-    from scipy import stats
-
-    return float(stats.wilcoxon(rounded, zero_method="pratt").pvalue)
-
-
 def holm(p: Sequence[float]) -> list[float]:
     """Return p values corrected for their number (Holm, 1979): step down, monotone, at most 1; NaN does not count."""
     corrected = np.full(len(p), math.nan)
@@ -165,21 +150,6 @@ def standard_error(numbers: Floats, resolution: float) -> float:
     that of rounding, resolution^2 / 12.
     """
     return math.sqrt(np.maximum(numbers.var(ddof=1), resolution**2 / 12) / len(numbers))
-
-
-def t_test(values: Iterable[float], resolution: float) -> float:
-    """Return the two-sided p of a one-sample t-test of numbers, one per seed, against 0; NaN for fewer than two.
-
-    Parameters
-    ----------
-    resolution : smallest step of such a number, > 0; see :func:`standard_error`.
-    """
-    numbers = measured(values)
-    if len(numbers) < 2:
-        return math.nan
-    from scipy import stats
-
-    return float(2 * stats.t.sf(abs(numbers.mean()) / standard_error(numbers, resolution), len(numbers) - 1))
 
 
 def interval(values: Iterable[float], resolution: float, level: float = 0.9) -> tuple[float, float]:

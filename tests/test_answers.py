@@ -1,0 +1,164 @@
+"""The answer of a comparison: sentences, alerts, and a screen of 24 lines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedapp import cli, registry
+from fedapp.errors import BadRequest
+from fedapp.experiments import compare
+from fedapp.results.answers import Answer, alerts_of, answers_of, screen
+from fedapp.results.runs import Comparison, read_comparison
+from tests.synthetic import comparison
+
+ALONE = [0.8, 0.81, 0.79]
+FOUR = {"local": ALONE, "fedclassavg": [0.85, 0.86, 0.83], "lgfedavg": [0.81, 0.79, 0.8], "fedavg": [0.6, 0.62, 0.58]}
+
+
+def answered(out: Path) -> Answer:
+    (found,) = answers_of(Comparison(out, ()))
+    return found
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Path:
+    comparison(tmp_path, FOUR, clients=20)
+    return tmp_path
+
+
+def test_each_question_has_a_sentence(four: Path) -> None:
+    difference, harm, tenth, classes, cost = answered(four).sentences()
+    assert re.match(
+        r"Better than training alone: FedClassAvg by 4\.7 points \(\+\d\.\d to \+\d\.\d\)\. Worse ", difference
+    )
+    assert "Worse than training alone: FedAvg by 20.0 points" in difference and "Not decided: LG-FedAvg." in difference
+    assert harm.startswith("FedClassAvg helps") and "harms 0; training alone a second time 0 and 0." in harm
+    assert "Most are harmed by FedAvg: 20." in harm
+    assert tenth.startswith("Worst tenth of the clients, against that of training alone: FedClassAvg +4.7 (")
+    assert classes == "Highest on all classes: FedClassAvg, 42.3 % (training alone 40.0 %)."
+    assert cost == "A client of FedClassAvg sends 2,600 B a round. Exchanged: the head, both ways."
+
+
+def test_the_interval_of_the_screen_is_that_of_the_table_and_k_counts_the_methods_alone(four: Path) -> None:
+    answer = answered(four)
+    tests = Comparison(four, ()).significance
+    assert set(tests.loc[tests["measure"] == "headline", "variant"]) == {"fedclassavg", "lgfedavg", "fedavg"}
+    assert "3 seeds, 3 methods against alone: only differences above" in answer.power()
+    row = answer.test("fedclassavg")
+    assert row is not None
+    assert f"{100 * row['low']:+.1f} to {100 * row['high']:+.1f}" in screen(Comparison(four, ()))
+
+
+def test_an_open_difference_is_called_neither_better_nor_worse(tmp_path: Path) -> None:
+    comparison(tmp_path, {"local": ALONE, "fedclassavg": [0.9, 0.75, 0.82], "lgfedavg": [0.7, 0.85, 0.81]})
+    shown = screen(Comparison(tmp_path, ()), everything=True).lower()
+    assert "no difference to training alone is decided. highest mean on own test data: fedclassavg" in shown
+    assert "better" not in shown and "worse" not in shown
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_one_seed_shows_no_difference_and_two_show_both_without_a_word(seeds: int, tmp_path: Path) -> None:
+    comparison(tmp_path, {name: values[:seeds] for name, values in FOUR.items()})
+    shown = screen(Comparison(tmp_path, ()))
+    assert ("+5.0 and +5.0" in shown) == (seeds == 2) and "interval" not in shown and "again" not in shown
+    assert ("One seed: no differences" if seeds == 1 else "Two seeds: differences are shown, not judged") in shown
+    assert "vs" in shown if seeds == 2 else "vs" not in shown
+
+
+def test_the_screen_has_24_lines_of_80_columns_however_many_methods_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    comparison(
+        tmp_path, {m: [0.8 + i / 500, 0.79, 0.81 - i / 300] for i, m in enumerate(registry.names())}, clients=100
+    )
+    shown = screen(Comparison(tmp_path, ())).splitlines()
+    assert len(shown) <= 24 and max(map(len, shown[:-1])) <= 80
+    hidden = next(line for line in shown if "more: --all shows them" in line)
+    everything = screen(Comparison(tmp_path, ()), everything=True)
+    assert all(registry.get(m).title.split()[0] in everything for m in registry.names() if m != "local")
+    rows = [i for i, line in enumerate(shown) if line.startswith(("alone ", "alone again", "majority class"))]
+    assert rows == [shown.index(hidden) + i for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 120])
+def test_no_number_is_cut_and_no_word_broken(width: int, four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = screen(Comparison(four, ()))
+    assert max(len(line) for line in shown.splitlines() if str(four) not in line) <= width
+    whole = set(screen(Comparison(four, ()), everything=True).split())
+    assert set(shown.split()) <= whole | {
+        "…",
+        "more",
+        "alert",
+        "alerts",
+        "details",
+        "show",
+        "--all",
+        "fedapp",
+        "shows",
+    } | {word for word in shown.split() if word.rstrip(":.").isdigit() or word == "them"}
+
+
+def test_alerts_name_what_must_be_known_first(tmp_path: Path) -> None:
+    comparison(tmp_path, {"local": [0.2, 0.2, 0.2], "lgfedavg": [0.1, 0.1]}, clients=1, rows=20)
+    found = Comparison(tmp_path, ())
+    assert alerts_of(found, answers_of(found)) == [
+        "Settings differ, augment: weak for FedClassAvg.",
+        "One client: there is nothing to federate.",
+        "Methods have different seeds; differences count the common ones: training alone 3, LG-FedAvg 2.",
+        "No method is above guessing each client's majority class (30.0 %).",
+        "Few test rows: 20 of the median client, so one row is 5.0 points of its score.",
+    ]
+    lines = screen(found).splitlines()
+    assert sum(line.startswith(("! ", "  ")) and not line.startswith("  details") for line in lines) <= 6
+    assert any(re.match(r"! \d more alert", line) for line in lines)
+
+
+def test_show_prints_the_screen_again_and_everything_when_asked(four: Path) -> None:
+    shown = CliRunner().invoke(cli.app, ["show", str(four)])
+    assert shown.exit_code == 0 and shown.stdout == screen(Comparison(four, ())) + "\n"
+    everything = CliRunner().invoke(cli.app, ["show", str(four), "--all"]).stdout
+    assert "Standalone again" in everything and "headline, the score that a method is judged by" in everything
+    run = CliRunner().invoke(cli.app, ["show", str(four / "runs" / "local-s0"), "--all"])
+    assert run.exit_code == 1 or "trained" in run.stdout
+
+
+def test_what_is_no_comparison_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    comparison(tmp_path / "scoreless", {"local": [float("nan")] * 2, "fedavg": [float("nan")] * 2}, rows=0)
+    for folder, told in (("empty", "holds no comparison of this version"), ("scoreless", "no client has test rows")):
+        refused = CliRunner().invoke(cli.app, ["show", str(tmp_path / folder)]).exception
+        assert isinstance(refused, BadRequest) and told in str(refused) and "\n" not in str(refused)
+
+
+def test_the_second_runs_of_standalone_are_no_rows_of_the_comparison(four: Path) -> None:
+    found = read_comparison(four)
+    assert not any("again" in run.out.parts for run in found.runs) and len(found.table) == 12
+    assert len(found.again) == 3 and found.again["method"].eq("local").all() and found.again["gain"].notna().all()
+
+
+def test_standalone_is_added_unless_a_reference_is_named_or_it_refuses() -> None:
+    values = {"dataset": "digits", "clients": 4, "data-fraction": 0.3}
+    settings = compare.settings_of(values, (), ())
+    fedavg = compare.parse_variants("fedavg")
+    assert [v.label for v in compare.with_standalone(values, fedavg, settings)] == ["fedavg", "local"]
+    both = compare.parse_variants("local(augment=weak),fedavg")
+    assert compare.with_standalone(values, both, settings) == both
+    private = {**values, "secure-sum": True, "dp": "client", "clip-update": 1.0, "dp-epsilon": 30.0}
+    assert compare.with_standalone(private, fedavg, settings) == fedavg
+
+
+def test_standalone_again_has_the_same_partition_and_the_next_training_seed(tmp_path: Path) -> None:
+    values = {"dataset": "digits", "clients": 4, "data-fraction": 0.3, "seed": 4}
+    variants = compare.parse_variants("fedavg,local")
+    for seeds, wanted in ((2, []), (3, [(5, 4), (6, 5), (7, 6)])):
+        jobs = compare.jobs_of(values, variants, {"": {}}, seeds, tmp_path)
+        again = compare.repeats(jobs, tmp_path)
+        assert [(j.config.federation.seed, j.config.data_seed) for j in again] == wanted
+        assert [j.seed for j in again] == [4, 5, 6][: len(again)]
+        assert all(j.out.parent == tmp_path / "again" for j in again)
