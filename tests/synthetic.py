@@ -31,9 +31,8 @@ def comparison(out: Path, scores: Scores, clients: int = 10, rows: int = 100, ma
     """
     jobs, again = [], []
     for method, seed in ((m, s) for m in scores for s in range(len(scores[m]))):
-        jobs.append(
-            _run(out / "runs" / f"{method}-s{seed}", method, seed, scores[method][seed], clients, rows, majority)
-        )
+        folder = out / "runs" / f"{method}-s{seed}"
+        jobs.append(_run(folder, method, seed, scores[method][seed], clients, rows, majority))
     for seed, score in enumerate(scores.get("local", ()) if len(scores.get("local", ())) > 2 else ()):
         again.append(_run(out / "again" / f"local-s{seed}", "local", seed, score + 0.005, clients, rows, majority))
     reference = "local" if "local" in scores else next(iter(scores))
@@ -45,7 +44,7 @@ def _run(out: Path, method: str, seed: int, score: float, clients: int, rows: in
     settings = config.from_flat({"method": method, "seed": seed, "clients": clients, "dataset": "digits"})
     settings = settings.replaced(out=str(out))
     headline = registry.get(method).deploy_as
-    correct = np.full(clients, round(score * rows))
+    correct = np.full(clients, np.round(score * rows))
     columns: dict[str, Any] = {"client": range(clients), "num_samples": 50}
     for protocol in ("received", "trained"):
         columns |= {f"{protocol}_accuracy": correct / rows, f"{protocol}_balanced": correct / rows / 2}

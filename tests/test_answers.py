@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def four(tmp_path: Path) -> Path:
 
 
 def test_each_question_has_a_sentence(four: Path) -> None:
-    difference, harm, tenth, classes, cost = answered(four).sentences()
+    difference, harm, classes, cost, tenth = answered(four).sentences()
     assert re.match(
         r"Better than training alone: FedClassAvg by 4\.7 points \(\+\d\.\d to \+\d\.\d\)\. Worse ", difference
     )
@@ -56,7 +57,9 @@ def test_the_interval_of_the_screen_is_that_of_the_table_and_k_counts_the_method
 def test_an_open_difference_is_called_neither_better_nor_worse(tmp_path: Path) -> None:
     comparison(tmp_path, {"local": ALONE, "fedclassavg": [0.9, 0.75, 0.82], "lgfedavg": [0.7, 0.85, 0.81]})
     shown = screen(Comparison(tmp_path, ()), everything=True).lower()
-    assert "no difference to training alone is decided. highest mean on own test data: fedclassavg" in shown
+    assert "no difference to training alone is decided. highest mean on own test data: fedclassavg" in " ".join(
+        shown.split()
+    )
     assert "better" not in shown and "worse" not in shown
 
 
@@ -73,9 +76,8 @@ def test_the_screen_has_24_lines_of_80_columns_however_many_methods_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    comparison(
-        tmp_path, {m: [0.8 + i / 500, 0.79, 0.81 - i / 300] for i, m in enumerate(registry.names())}, clients=100
-    )
+    scores = {m: [0.8 + i / 500, 0.79, 0.81 - i / 300] for i, m in enumerate(registry.names())}
+    comparison(tmp_path, scores, clients=100)
     shown = screen(Comparison(tmp_path, ())).splitlines()
     assert len(shown) <= 24 and max(map(len, shown[:-1])) <= 80
     hidden = next(line for line in shown if "more: --all shows them" in line)
@@ -85,23 +87,15 @@ def test_the_screen_has_24_lines_of_80_columns_however_many_methods_there_are(
     assert rows == [shown.index(hidden) + i for i in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("width", [50, 60, 80, 120])
+@pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_number_is_cut_and_no_word_broken(width: int, four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     shown = screen(Comparison(four, ()))
     assert max(len(line) for line in shown.splitlines() if str(four) not in line) <= width
+    monkeypatch.setenv("COLUMNS", "500")
     whole = set(screen(Comparison(four, ()), everything=True).split())
-    assert set(shown.split()) <= whole | {
-        "…",
-        "more",
-        "alert",
-        "alerts",
-        "details",
-        "show",
-        "--all",
-        "fedapp",
-        "shows",
-    } | {word for word in shown.split() if word.rstrip(":.").isdigit() or word == "them"}
+    said = {"…", "more", "alert", "alerts", "details", "show", "--all", "fedapp", "shows", "them", "1", "2", "3"}
+    assert set(shown.split()) <= whole | said
 
 
 def test_alerts_name_what_must_be_known_first(tmp_path: Path) -> None:
@@ -130,7 +124,7 @@ def test_show_prints_the_screen_again_and_everything_when_asked(four: Path) -> N
 
 def test_what_is_no_comparison_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    comparison(tmp_path / "scoreless", {"local": [float("nan")] * 2, "fedavg": [float("nan")] * 2}, rows=0)
+    comparison(tmp_path / "scoreless", {"local": [math.nan] * 2, "fedavg": [math.nan] * 2}, rows=0)
     for folder, told in (("empty", "holds no comparison of this version"), ("scoreless", "no client has test rows")):
         refused = CliRunner().invoke(cli.app, ["show", str(tmp_path / folder)]).exception
         assert isinstance(refused, BadRequest) and told in str(refused) and "\n" not in str(refused)

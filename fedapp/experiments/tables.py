@@ -215,7 +215,7 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
             pooled = measure.endswith(BALANCED)
             step = max(j.result.resolution(pooled) for j in members)
             tested = measured(itertools.chain.from_iterable(j.result.test_rows for j in members))
-            median = float(np.median(tested)) if len(tested) else math.inf
+            median = float(np.median(tested)) if (tested > 0).any() else math.inf
             margin = margin_of(level, 1 / step if pooled else median)
             found = differences_of(differences, step)
             corrected = holm([d.p for d in found.values()])

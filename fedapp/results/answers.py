@@ -106,7 +106,7 @@ class Answer:
         """Answer each question in a sentence: better by how much, for whom, for all classes, at what cost."""
         if not self.leader:
             return []
-        found = (self._difference(), self._harm(), self._worst_tenth(), self._all_classes(), self._cost())
+        found = (self._difference(), self._harm(), self._all_classes(), self._cost(), self._worst_tenth())
         return [sentence for sentence in found if sentence]
 
     def _difference(self) -> str:
@@ -291,9 +291,10 @@ def screen(comparison: Comparison, everything: bool = False) -> str:
         seeds = counted(answer.table["seed"].nunique(), "seed")
         rounds = counted(int(answer.table["rounds"].max()), "round")
         title = f"{methods} on {setting_title(answer.table)}, {rounds}, {seeds}"
-        said = [line for sentence in answer.sentences() for line in textwrap.wrap(sentence, width)]
-        if not everything and len(said) > SENTENCES:
-            said = [*said[: SENTENCES - 1], _cut(said[SENTENCES - 1], width)]
+        said = list[str]()
+        for wrapped in (textwrap.wrap(sentence, width) for sentence in answer.sentences()):
+            if everything or len(said) + len(wrapped) <= SENTENCES:
+                said += wrapped
         power = textwrap.wrap(answer.power(), width)
         head = [*textwrap.wrap(title, width), *said]
         tail = [*power, *alerts, *ends]
