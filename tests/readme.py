@@ -151,8 +151,7 @@ def demo_table(results: Path) -> str:
         lines.append(f"| {title} | {' | '.join(cells)} | {rows['bytes_up'].mean():,.0f} |")
     note = (
         f"Mean ± standard deviation over {seeds} seeds: `fedapp compare fedapp/conf/digits.toml "
-        f'--methods "{",".join(dict.fromkeys(table["variant"]))}" --seeds {seeds}`, 2 CPU cores; `make run` shows '
-        "seed 0 of the first three."
+        f'--methods "{",".join(dict.fromkeys(table["variant"]))}" --seeds {seeds}`, 2 CPU cores.'
     )
     return "\n".join([*lines, "", note])
 
