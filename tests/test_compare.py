@@ -216,7 +216,7 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_the_page_speaks_of_options_that_exist() -> None:
     text = (Path(__file__).parent.parent / "docs" / "comparing.md").read_text(encoding="utf-8")
     shown = "".join(
-        CliRunner().invoke(cli.app, [name, "--help"], terminal_width=200).output for name in ("compare", "run")
+        CliRunner().invoke(cli.app, [name, "--help"], terminal_width=200).output for name in ("compare", "run", "show")
     )
     named = set(re.findall(r"--[a-z][a-z-]*", text)) - {"--run-config"}  # of flwr run
     assert len(named) > 10

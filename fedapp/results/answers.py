@@ -226,7 +226,8 @@ def answers_of(comparison: Comparison) -> list[Answer]:
     """
     table, tests, again = comparison.table, comparison.significance, comparison.again
     needed = {*SETTING, *HARM, "variant", "seed", "failed", "headline_last", "all_classes", "majority", "test_median"}
-    if not needed <= {*table} and not (len(table) and table.get("failed", pd.Series(dtype=str)).notna().all()):
+    whole = needed <= {*table} or ("failed" in table and table["failed"].notna().all())
+    if not whole or table.empty:
         raise BadRequest(f"{comparison.out} holds no comparison of this version (results.csv of fedapp compare)")
     table = with_reasons(table).reindex(columns=dict.fromkeys([*table, *sorted(needed)]))
     if (table["failed"] == "").any() and table["headline_last"].isna().all():
