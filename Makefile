@@ -19,7 +19,7 @@ QUICK := $(sort $(wildcard tests/test_defaults.py tests/test_core_*.py $(patsubs
 .PHONY: run test full quick slow mutants goldens bench lint docs setup clean
 
 run: $(READY)
-	$(BIN)/fedapp compare fedapp/conf/digits.toml --methods local,lgfedavg,fedclassavg --rounds 10 --engine ray
+	$(BIN)/fedapp compare fedapp/conf/digits.toml --methods local,lgfedavg,fedclassavg --rounds 8 --engine ray
 
 test: $(READY) lint
 	$(BIN)/python -m pytest $(WORKERS)

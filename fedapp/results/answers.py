@@ -272,6 +272,19 @@ def alerts_of(comparison: Comparison, answers: Sequence[Answer]) -> list[str]:
     return list(dict.fromkeys([*failed, *comparison.notes["alerts"], *own]))
 
 
+def on_page(comparison: Comparison) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Return the sentences of each setting, and the alerts that the page does not give elsewhere.
+
+    Both are empty where the folder is none of `fedapp compare`.
+    """
+    try:
+        found = answers_of(comparison)
+    except BadRequest:
+        return [], []
+    alerts = [alert for alert in alerts_of(comparison, found) if " failed (" not in alert]
+    return [(setting_title(answer.table), [*answer.sentences(), answer.power()]) for answer in found], alerts
+
+
 # ---- one screen ------------------------------------------------------------------------------------------------------
 
 
@@ -293,20 +306,25 @@ def screen(comparison: Comparison, everything: bool = False) -> str:
         rounds = counted(int(answer.table["rounds"].max()), "round")
         title = f"{methods} on {setting_title(answer.table)}, {rounds}, {seeds}"
         said = list[str]()
-        for wrapped in (textwrap.wrap(sentence, width) for sentence in answer.sentences()):
+        for wrapped in (_wrap(sentence, width) for sentence in answer.sentences()):
             if everything or len(said) + len(wrapped) <= SENTENCES:
                 said += wrapped
-        power = textwrap.wrap(answer.power(), width)
-        head = [*textwrap.wrap(title, width), *said]
+        power = _wrap(answer.power(), width)
+        head = [*_wrap(title, width), *said]
         tail = [*power, *alerts, *ends]
         lines += [*head, *_table(answer, width, None if everything else LINES - len(head) - len(tail)), *power]
     return "\n".join([*lines, *alerts, *ends])
 
 
+def _wrap(text: str, width: int, **how: Any) -> list[str]:
+    """Break a text between words."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **how)
+
+
 def _alert_lines(alerts: Sequence[str], width: int, everything: bool) -> list[str]:
     lines: list[str] = []
     for number, alert in enumerate(alerts):
-        wrapped = textwrap.wrap(alert, width, initial_indent="! ", subsequent_indent="  ", break_long_words=False)
+        wrapped = _wrap(alert, width, initial_indent="! ", subsequent_indent="  ")
         if not everything and len(lines) + len(wrapped) > ALERTS:
             if lines:
                 return [*lines, f"! {counted(len(alerts) - number, 'more alert')}"]
@@ -352,7 +370,7 @@ def _table(answer: Answer, width: int, lines: int | None) -> list[str]:
     room = min(width - sum(widths) - 2 * len(widths), max(len(row[0]) for row in [*rows, *fixed]))
 
     def laid(row: Sequence[str]) -> list[str]:
-        first, *more = textwrap.wrap(row[0], room) or [""]
+        first, *more = _wrap(row[0], room) or [""]
         return [
             "".join([first.ljust(room), *(f"  {c:>{w}}" for c, w in zip(row[1:], widths))]).rstrip(),
             *(f"  {m}" for m in more),

@@ -21,7 +21,7 @@ from fedapp import config as configuration
 from fedapp.errors import BadRequest, plain
 from fedapp.registry import method_title, title_of
 from fedapp.results import figures, intervals
-from fedapp.results.answers import AGAIN_TITLE, HARM, alerts_of, answers_of, setting_title
+from fedapp.results.answers import AGAIN_TITLE, HARM, on_page
 from fedapp.results.directory import write_text
 from fedapp.results.figures import Gallery, Progress
 from fedapp.results.figures.words import setting_text
@@ -324,6 +324,7 @@ def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
     """Return the page of a comparison with its figures."""
     runs, finished = comparison.runs, comparison.finished
     shared, differing = _configurations(runs)
+    answers, warned = on_page(comparison)
     return render(
         "comparison.html.jinja",
         gallery,
@@ -337,7 +338,8 @@ def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
             for setting, members in groups_of(finished)
         ],
         differing=varying(runs),
-        **_answer(comparison),
+        answers=answers,
+        warned=warned,
         test_images=_test_images(finished),
         others=list(_other_tables(comparison)),
         meaning=meaning(_protocols(comparison.runs), comparison.runs),
@@ -363,17 +365,6 @@ COLUMNS = (
 
 OWN_SPLITS = ("tuned", "trained", "received")
 """Those of `COLUMNS` that are on each client's own test split, as is the score of guessing its majority class."""
-
-
-def _answer(comparison: Comparison) -> dict[str, Any]:
-    """Return what the terminal says of each setting, and the alerts that the page does not give elsewhere."""
-    try:
-        found = answers_of(comparison)
-    except BadRequest:  # the folder is none of `fedapp compare`
-        return {"answers": [], "warned": []}
-    alerts = [alert for alert in alerts_of(comparison, found) if " failed (" not in alert]
-    said = [(setting_title(answer.table), [*answer.sentences(), answer.power()]) for answer in found]
-    return {"answers": said, "warned": alerts}
 
 
 def _harm(runs: Sequence[RunResult], by: Sequence[Sequence[RunResult]]) -> list[str]:
