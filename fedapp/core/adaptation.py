@@ -21,8 +21,6 @@ Int64 = npt.NDArray[np.int64]
 GRID: Float64 = np.linspace(0, 1, 11)
 """Values of beta that are tried, 0 first: where the data do not say, the global Gaussians stay."""
 
-__all__ = ["GRID", "Gaussians", "choose", "estimate", "folds", "log_prior", "rule"]
-
 
 class Gaussians(NamedTuple):
     """One Gaussian a class: `mean` (C, d) and the covariance that all share, `cov` (d, d)."""

@@ -25,8 +25,6 @@ Array = npt.NDArray[Any]
 BLOCK = 1 << 20
 """Entries of the mean that are worked on at a time (4 MiB of float32: within a last-level cache)."""
 
-__all__ = ["RunningMean", "as_tensor"]
-
 
 def as_tensor(array: Array) -> torch.Tensor:
     """Return a tensor on the array's own memory, also where that is read-only; it must then only be read."""

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from fedapp.errors import Impossible
 from fedapp.lazy import Tensor, torch
 
-__all__ = ["ClassMeans", "Rows", "problem_of"]
-
 
 class Rows(NamedTuple):
     """One row for each of S classes.

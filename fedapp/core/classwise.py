@@ -32,11 +32,6 @@ Float64 = npt.NDArray[np.float64]
 TOLERANCE = 1e-4
 """How far the sum of a distribution may be from 1: float32 rounding over a few hundred classes stays well below."""
 
-__all__ = [
-    "Uploads", "cheaper_order", "class_globals", "class_weights", "mix", "mixing_matrix", "norm_distribution", "wdr",
-    "weakly_held",
-]  # fmt: skip
-
 
 def norm_distribution(head_weight: Array) -> Float64:
     """Return the class distribution that a head's weight norms suggest (Eq. 4): row norms divided by their sum.

@@ -19,8 +19,6 @@ from fedapp.lazy import F, Tensor
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
 
-__all__ = ["ClassStatistics", "class_statistics", "collaboration_statistics", "combination", "pooled_means"]
-
 
 class ClassStatistics(NamedTuple):
     """Moments of representations by class, float64, 0 for classes without samples.

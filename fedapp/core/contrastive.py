@@ -14,8 +14,6 @@ from collections.abc import Iterable
 
 from fedapp.lazy import F, Tensor, torch
 
-__all__ = ["l2_distance", "moon_contrast", "mse_half", "squared_distance", "supcon"]
-
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -10,8 +10,6 @@ from typing import Literal, TypeAlias
 
 from fedapp.lazy import F, Tensor
 
-__all__ = ["Reduction", "divergence", "divergence_to", "soften"]
-
 Reduction: TypeAlias = Literal["batch", "mean"]
 """`batch`: sum over classes, mean over the batch, as the divergence is defined. `mean`: mean over batch and classes, C
 times smaller: the default of `KLDivLoss`, and so of several published codes."""

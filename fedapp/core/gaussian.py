@@ -55,11 +55,6 @@ BLOCK = 512
 REPLIES = 64
 """Replies whose means a pool holds before it merges them into one."""
 
-__all__ = [
-    "ClassMoments", "Form", "Mode", "MomentsPool", "form_of", "moments", "pack", "problem_of", "sums", "to_arrays",
-    "unpack",
-]  # fmt: skip
-
 
 # Packed symmetric matrices ------------------------------------------------------------------------
 

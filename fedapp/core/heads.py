@@ -18,8 +18,6 @@ Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
 ArrayOrTensor = TypeVar("ArrayOrTensor", Array, Tensor)
 
-__all__ = ["logits", "norm_ratio", "problem_of", "retrain", "tukey"]
-
 
 def tukey(z: ArrayOrTensor) -> ArrayOrTensor:
     """Return ``max(z, 0)^(1/2)`` entry by entry: ReLU, then Tukey's ladder of powers (Section 4, power 0.5).

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-__all__ = ["compress", "problem_of", "rank_for", "ranks", "rebuild"]
-
 _PARTS = ("/u", "/s", "/v")
 
 

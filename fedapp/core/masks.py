@@ -24,8 +24,6 @@ BITS = 24
 BLOCK = 1 << 17
 """Numbers of a mask that are made at a time (1 MiB)."""
 
-__all__ = ["BITS", "Words", "add_mask", "decode", "encode", "largest", "rounding"]
-
 
 def largest(parts: int, bits: int = BITS) -> float:
     """Return the value that each of so many parts of a sum may have at most, so that the sum does not wrap."""

@@ -20,8 +20,6 @@ from fedapp.errors import Impossible
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
 
-__all__ = ["Gaussian", "between_share", "by_class", "gaussians", "pool", "problem_of", "screened"]
-
 
 class Gaussian(NamedTuple):
     """Of one class: mean (d,), covariance (d, d) or, where it is diagonal, (d,), and samples, 1 where not sent."""

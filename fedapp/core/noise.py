@@ -28,8 +28,6 @@ STEPS = 1 << BITS
 BLOCK = 1 << 17
 """Numbers that are drawn together."""
 
-__all__ = ["STEPS", "Source", "discrete_gaussian", "seeded", "system"]
-
 
 def system(count: int) -> bytes:
     """Return random bytes of the operating system: the only source of noise that protects anybody."""

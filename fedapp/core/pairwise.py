@@ -28,8 +28,6 @@ Model = Mapping[str, Array]
 CHUNK = 1 << 14
 """Columns of Theta that are worked on at a time."""
 
-__all__ = ["CHUNK", "combine", "cosine_from_gram", "cosine_matrix", "gram", "product", "squared_distances"]
-
 
 def _check(models: Sequence[Model]) -> None:
     """Refuse models whose names or shapes differ, and arrays that are not floating point."""

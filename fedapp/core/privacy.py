@@ -50,22 +50,6 @@ BOUND = 1.0
 LARGEST = float(1 << 52)
 """Largest value in steps of the grid; whole numbers below it are exact in float64."""
 
-__all__ = [
-    "BOUND",
-    "Joint",
-    "Privacy",
-    "Steps",
-    "clip_rows",
-    "composed",
-    "epsilon_of",
-    "noise_for",
-    "noised",
-    "noised_steps",
-    "on_grid",
-    "projected",
-    "step_of",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Privacy:

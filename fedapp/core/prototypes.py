@@ -15,8 +15,6 @@ from fedapp.lazy import F, Tensor
 
 Float64 = npt.NDArray[np.float64]
 
-__all__ = ["contrastive", "margin", "outputs"]
-
 
 def margin(centres: Float64, tau: float) -> float:
     """Return delta(t) of the class centres (S, d) of a round: 0 with fewer than two of them, never above `tau`."""

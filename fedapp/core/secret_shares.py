@@ -19,8 +19,6 @@ SECRET = 32
 SHARE = 33
 """Bytes of a share."""
 
-__all__ = ["PRIME", "SECRET", "SHARE", "combine", "corrected", "split", "value_at", "weights_at"]
-
 
 def split(secret: bytes, threshold: int, holders: int) -> list[bytes]:
     """Return a share for each of the positions 1 .. holders, `SHARE` bytes each.

@@ -60,21 +60,6 @@ _PLAIN = 2 * SHARE + KEY
 SEALED = _NONCE + _PLAIN + _TAG
 """Bytes of an encrypted pair of shares."""
 
-__all__ = [
-    "KEY",
-    "SEALED",
-    "Collector",
-    "Member",
-    "Offer",
-    "Unopened",
-    "Unsafe",
-    "blamed",
-    "flaw",
-    "noise_share",
-    "threshold",
-    "usable",
-]  # fmt: skip
-
 
 class Unsafe(ValueError):
     """A message that is not part of the protocol; answering it could give a secret away."""

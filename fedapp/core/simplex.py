@@ -10,8 +10,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["minimise"]
-
 Float64 = NDArray[np.float64]
 RIDGE = 1e-12
 """Times the trace of P: what is added to the diagonal, and how much smaller a gradient must be to count as smaller."""

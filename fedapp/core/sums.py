@@ -38,21 +38,6 @@ SCALES: Float64 = 2.0 ** (np.arange(-24, 41) / 4)
 TOLERANCE = 1e-9
 """How far rounding may take second moments from possible ones, relative to their largest entry."""
 
-__all__ = [
-    "FeatureSums",
-    "as_head",
-    "best_scale",
-    "capped_sums",
-    "discriminant",
-    "gaussian_rule",
-    "nearest_mean",
-    "problem_of",
-    "ridge",
-    "scaled_losses",
-    "scatter_of_means",
-    "second_moments",
-]  # fmt: skip
-
 
 class FeatureSums:
     """Adds up ``A`` and ``b`` over batches of features.

@@ -35,8 +35,6 @@ DRAWS = 256
 STREAM = 7919
 """Keeps the generators of virtual features apart from all others made from the same seed."""
 
-__all__ = ["Factor", "allot", "draw", "factorise", "gaussian_of", "sample", "virtual_features"]
-
 
 def gaussian_of(statistics: ClassMoments, c: int, shrinkage: float = 0.0) -> tuple[Float64, Float64]:
     """Return mean (d,) and covariance (shaped as in `ClassMoments.cov`) of the Gaussian that stands for class c.

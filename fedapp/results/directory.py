@@ -81,10 +81,7 @@ def clean(value: Any) -> Any:
 
 
 def only_writer(
-    out: Path,
-    patience: float = 0.0,
-    tell: Callable[[str], None] = lambda text: None,
-    who: str = "server process",
+    out: Path, patience: float = 0.0, tell: Callable[[str], None] = lambda text: None, who: str = "server process"
 ) -> contextlib.AbstractContextManager[None]:
     """Hold a folder while a server, or another program `who`, writes to it.
 
@@ -297,8 +294,7 @@ class RunDirectory:
             keep_rows(self.path / name, lambda row: int(row[0]) <= last)
         evaluated = {row["round"] for row in self._rows("evaluations.csv")}
         keep_rows(
-            self.path / "dropped.csv",
-            lambda row: row[2] == "train" or (row[2] == "evaluate" and row[0] in evaluated),
+            self.path / "dropped.csv", lambda row: row[2] == "train" or (row[2] == "evaluate" and row[0] in evaluated)
         )
 
     def append(self, name: str, *rows: Mapping[str, Any]) -> None:
@@ -379,11 +375,7 @@ class RunDirectory:
 
 
 def accuracy_summary(
-    rounds: Columns,
-    evaluations: Columns,
-    final: Mapping[str, float],
-    protocols: tuple[str, ...],
-    clients: int,
+    rounds: Columns, evaluations: Columns, final: Mapping[str, float], protocols: tuple[str, ...], clients: int
 ) -> dict[str, dict[str, Any]]:
     """Return `summary.json`'s accuracy entry by protocol. All but `participants` are over all clients.
 
