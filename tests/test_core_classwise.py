@@ -245,8 +245,6 @@ def test_cheaper_order() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        norm_distribution(np.ones(3))
     with pytest.raises(ValueError, match="finite"):
         norm_distribution(np.array([[1.0, np.nan], [1.0, 1.0]]))
     with pytest.raises(ValueError, match="all rows"):
@@ -260,10 +258,6 @@ def test_refusals() -> None:
     for n in ([0, 0, 0], [1, -1, 1], [1, np.nan, 1]):
         with pytest.raises(ValueError, match="sample counts"):
             class_weights(np.array(n), SHARES)
-    with pytest.raises(ValueError, match="classes"):
-        mixing_matrix(np.ones((1, 1)), class_weights(N, SHARES))
-    with pytest.raises(ValueError, match="chain"):
-        mix(named(THETA[:2]), SHARES, class_weights(N, SHARES))
     with pytest.raises(ValueError, match="transposed class weights sums to 2"):
         class_globals(named(THETA), 2 * class_weights(N, SHARES))
     with pytest.raises(ValueError, match=r"recipients' distributions must be a matrix, got shape \(3,\)"):
@@ -325,8 +319,3 @@ def test_wdr_ignores_the_scale_of_the_head_and_autocast() -> None:
     assert wdr(50 * weight, p).item() == pytest.approx(wdr(weight, p).item(), rel=1e-5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(wdr(weight, p), wdr(weight.double(), p.double()).float())
-
-
-def test_wdr_refuses_a_distribution_that_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="does not fit"):
-        wdr(torch.ones(3, 2), torch.ones(2))

@@ -150,15 +150,6 @@ def test_supcon_with_unit_rows_ignores_their_length() -> None:
     assert supcon(features * lengths, labels).item() == pytest.approx(supcon(features, labels).item(), rel=1e-12)
 
 
-def test_supcon_refuses_what_makes_no_sense() -> None:
-    with pytest.raises(ValueError, match="at least two rows"):
-        supcon(torch.ones(1, 2), torch.tensor([0]))
-    with pytest.raises(ValueError, match="labels"):
-        supcon(torch.ones(6, 2), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="temperatures"):
-        supcon(torch.ones(4, 2), torch.tensor([0, 1]), temperature=0.0)
-
-
 def test_moon_worked_number() -> None:
     z, z_g, z_p = (torch.tensor([v], dtype=torch.float64) for v in ([1, 2, 2], [2, 1, 2], [-1, 0, 1]))
     assert moon_contrast(z, z_g, z_p, 0.5).item() == pytest.approx(0.239647, abs=6e-7)
@@ -194,8 +185,6 @@ def test_moon_small_temperature_stays_finite() -> None:
     loss.backward()
     assert loss.item() == pytest.approx(2 / math.sqrt(1.01) / 1e-3, rel=1e-5)
     assert torch.isfinite(z.grad).all()
-    with pytest.raises(ValueError, match="tau"):
-        moon_contrast(z, z, z, 0.0)
 
 
 def head() -> tuple[list[Tensor], list[Tensor]]:
@@ -259,9 +248,5 @@ def test_proximal_terms_at_zero_and_their_references(term) -> None:
 
 
 def test_proximal_terms_refuse_lists_that_do_not_match() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        squared_distance([torch.ones(2)], [torch.ones(1, 2)])
     with pytest.raises(ValueError, match="zip"):
         l2_distance([torch.ones(2)], [])
-    with pytest.raises(ValueError, match="at least one"):
-        mse_half([], [])

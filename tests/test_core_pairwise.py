@@ -214,8 +214,3 @@ def test_refusals() -> None:
             kernel([good, {"w": np.ones(4, dtype=np.float32)}])
         with pytest.raises(TypeError, match="model 1 has dtype int64: only floating point"):
             kernel([good, {"w": np.ones(3, dtype=np.int64)}])
-    for factors in ([np.ones((1, 2))], [np.ones((1, 2)), np.ones((1, 1))], [np.ones(1)]):
-        with pytest.raises(ValueError, match="do not chain with 1 models"):
-            product(factors, [good])
-    with pytest.raises(ValueError, match="at least one factor"):
-        product([], [good])

@@ -64,9 +64,6 @@ def test_shrinkage() -> None:
     np.testing.assert_allclose(gaussian_of(worked(), 0, 0.25)[1], 0.75 * SIGMA_0 + 0.25 * within, **TIGHT)
     np.testing.assert_allclose(gaussian_of(worked(), 0, 1.0)[1], within, **TIGHT)
     np.testing.assert_allclose(gaussian_of(worked("pooled"), 0, 0.5)[1], within, **TIGHT)
-    for wrong in (1.5, -0.1, np.nan):
-        with pytest.raises(ValueError, match="shrinkage"):
-            gaussian_of(worked(), 0, wrong)
 
 
 # Factors

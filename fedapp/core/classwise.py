@@ -49,10 +49,8 @@ def norm_distribution(head_weight: Array) -> Float64:
     Raises
     ------
     ValueError
-        Not a matrix, values that are not finite, or all rows zero.
+        Values that are not finite, or all rows zero.
     """
-    if head_weight.ndim != 2:
-        raise ValueError(f"a head's weight must have shape (K, d), got {head_weight.shape}")
     norms: Float64 = np.linalg.norm(head_weight.astype(np.float64), axis=1)
     total = norms.sum()
     if not np.isfinite(total):
@@ -153,11 +151,9 @@ def mixing_matrix(recipients: Array, weights: Array) -> Float64:
     Raises
     ------
     ValueError
-        Shapes that do not fit, or rows of P or columns of Q that do not sum to 1.
+        Rows of P or columns of Q that do not sum to 1.
     """
     p, q = _distributions("the recipients' distributions", recipients), _columns(weights)
-    if p.shape[1] != q.shape[1]:
-        raise ValueError(f"the recipients' distributions have {p.shape[1]} classes, the class weights {q.shape[1]}")
     # By PyTorch: its number of threads, on which the last bits depend, is set in every process.
     mixing: Float64 = (torch.from_numpy(p) @ torch.from_numpy(q).T).numpy()
     return mixing
@@ -279,8 +275,6 @@ def wdr(head_weight: Tensor, p: Tensor) -> Tensor:
     Tensor, ()
         float32 (float64 for a float64 head), also inside an autocast region. A head of zeros counts as ``pt = 0``.
     """
-    if head_weight.ndim != 2 or p.shape != head_weight.shape[:1]:
-        raise ValueError(f"a head of shape {tuple(head_weight.shape)} does not fit {tuple(p.shape)} class shares")
     with torch.autocast(head_weight.device.type, enabled=False):
         rows = head_weight if head_weight.dtype == torch.float64 else head_weight.float()
         # vector_norm has a zero gradient at a row of zeros; the root of a sum of squares would have NaN there.

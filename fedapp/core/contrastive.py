@@ -45,22 +45,10 @@ def supcon(
     Tensor, ()
         In nats, float32 (float64 for float64 features). Exactly 0 for a batch of one image: A(i) is then its
         twin alone. A row with an empty P(i) (possible only where labels of all rows are given) adds 0.
-
-    Raises
-    ------
-    ValueError
-        Fewer than two rows, a number of labels that fits neither form, or a temperature that is not positive.
     """
-    rows = features.shape[0]
-    if features.ndim != 2 or rows < 2:
-        raise ValueError(f"features must have shape (2B, d) with at least two rows, got {tuple(features.shape)}")
-    if temperature <= 0 or base_temperature <= 0:
-        raise ValueError(f"temperatures must be positive, got {temperature} and {base_temperature}")
-    labels = labels.reshape(-1)
+    rows, labels = features.shape[0], labels.reshape(-1)
     if 2 * labels.shape[0] == rows:
         labels = torch.cat([labels, labels])
-    elif labels.shape[0] != rows:
-        raise ValueError(f"{rows} rows need {rows} labels or half as many, got {labels.shape[0]}")
     with torch.autocast(features.device.type, enabled=False):
         rows_f = _at_least_float32(features)
         if normalise:
@@ -94,8 +82,6 @@ def moon_contrast(z: Tensor, z_global: Tensor, z_previous: Tensor, tau: float) -
     Tensor, ()
         In nats, float32 (float64 for float64 input).
     """
-    if tau <= 0:
-        raise ValueError(f"tau must be positive, got {tau}")
     with torch.autocast(z.device.type, enabled=False):
         unit, unit_global, unit_previous = (
             F.normalize(_at_least_float32(rows), dim=1) for rows in (z, z_global.detach(), z_previous.detach())
@@ -107,12 +93,7 @@ def moon_contrast(z: Tensor, z_global: Tensor, z_previous: Tensor, tau: float) -
 
 def _differences(params: Iterable[Tensor], refs: Iterable[Tensor]) -> list[Tensor]:
     """Return ``params - refs`` in float32 at least; the two lists must agree in length and shapes."""
-    pairs = list(zip(params, refs, strict=True))
-    if not pairs:
-        raise ValueError("a proximal term needs at least one parameter")
-    for param, ref in pairs:
-        if param.shape != ref.shape:
-            raise ValueError(f"a parameter has shape {tuple(param.shape)}, its reference {tuple(ref.shape)}")
+    pairs = zip(params, refs, strict=True)
     return [_at_least_float32(param) - _at_least_float32(ref.detach()) for param, ref in pairs]
 
 

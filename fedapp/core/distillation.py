@@ -19,16 +19,12 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.itemsize >= 4 else tensor.float()
 
 
-def _divisor(logits: Tensor, reduction: Reduction) -> int:
-    return 1 if reduction == "batch" else logits.shape[1]
-
-
 def soften(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Return `softmax(logits / temperature)`, (B, C)."""
     return F.softmax(_wide(logits) / temperature, dim=1)
 
 
-def divergence_to(target: Tensor, logits: Tensor, temperature: float = 1.0, reduction: Reduction = "batch") -> Tensor:
+def divergence_to(target: Tensor, logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Return `KL(target || softmax(logits / temperature))` in nats.
 
     Parameters
@@ -39,15 +35,13 @@ def divergence_to(target: Tensor, logits: Tensor, temperature: float = 1.0, redu
         Of the student; only they get a gradient.
     temperature : float
         Positive; divides the logits.
-    reduction : {"batch", "mean"}
-        See `Reduction`.
     """
     student = F.log_softmax(_wide(logits) / temperature, dim=1)
-    return F.kl_div(student, target.detach(), reduction="batchmean") / _divisor(logits, reduction)
+    return F.kl_div(student, target.detach(), reduction="batchmean")
 
 
-def divergence(teacher: Tensor, logits: Tensor, temperature: float = 1.0, reduction: Reduction = "batch") -> Tensor:
-    """Return `KL(softmax(teacher / temperature) || softmax(logits / temperature))` in nats; both (B, C) logits."""
-    student = F.log_softmax(_wide(logits) / temperature, dim=1)
-    target = F.log_softmax(_wide(teacher.detach()) / temperature, dim=1)
-    return F.kl_div(student, target, reduction="batchmean", log_target=True) / _divisor(logits, reduction)
+def divergence(teacher: Tensor, logits: Tensor, reduction: Reduction = "batch") -> Tensor:
+    """Return `KL(softmax(teacher) || softmax(logits))` in nats; both (B, C) logits."""
+    student, target = F.log_softmax(_wide(logits), dim=1), F.log_softmax(_wide(teacher.detach()), dim=1)
+    found = F.kl_div(student, target, reduction="batchmean", log_target=True)
+    return found if reduction == "batch" else found / logits.shape[1]

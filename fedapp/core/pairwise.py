@@ -11,7 +11,6 @@ of at most `CHUNK` columns. Beyond models and result, only a few m x `CHUNK` blo
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -101,15 +100,10 @@ def product(factors: Sequence[Array], models: Sequence[Model]) -> list[dict[str,
     Raises
     ------
     ValueError
-        Shapes that do not chain, or models that differ in names or shapes.
+        Models that differ in names or shapes.
     TypeError
         Models that are not floating point.
     """
-    if not factors:
-        raise ValueError("at least one factor is needed")
-    for left, right in itertools.pairwise([*(factor.shape for factor in factors), (len(models), 0)]):
-        if len(left) != 2 or left[1] != right[0]:
-            raise ValueError(f"factors of shapes {[f.shape for f in factors]} do not chain with {len(models)} models")
     from fedapp.core.products import matmul  # a class there inherits from PyTorch's
 
     _check(models)

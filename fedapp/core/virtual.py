@@ -51,8 +51,6 @@ def gaussian_of(statistics: ClassMoments, c: int, shrinkage: float = 0.0) -> tup
     shrinkage : float
         g in 0..1: the covariance is ``(1 - g) Sigma_c + g Sigma_w``, Sigma_w the within-class covariance.
     """
-    if not 0.0 <= shrinkage <= 1.0:
-        raise ValueError(f"shrinkage must lie in 0..1, got {shrinkage}")
     cov, width = statistics.cov(c), statistics.width
     if statistics.degrees == 0:
         cov = ISOTROPIC * (np.ones(width) if statistics.form == "diag" else np.eye(width))
