@@ -123,11 +123,9 @@ def test_labels_follow_the_names_of_the_classes(tmp_path: Path) -> None:
     data = nodes.own_data(str(path), ("cat", "cow", "dog"), DataSettings(dataset="npz"))
     with np.load(path) as raw:
         pictures = raw["x_train"]
-    found = {
-        bytes(x): int(y) for x, y in zip([*data.x_train, *data.x_test], [*data.y_train, *data.y_test], strict=True)
-    }
+    found = {bytes(x): int(y) for rows in data.rows.values() for x, y in zip(*rows, strict=True)}
     assert found == {bytes(x): 2 if i < 4 else 0 for i, x in enumerate(pictures)}
-    assert data.classes == ("cat", "cow", "dog") and len(data.y_test) == 2
+    assert data.classes == ("cat", "cow", "dog") and len(data.rows["test"][1]) == 2
 
 
 def test_a_class_that_the_federation_lacks_is_named(tmp_path: Path) -> None:

@@ -174,10 +174,12 @@ def test_no_row_that_a_node_tests_has_a_say(
     for name in ("before", "after"):
         keys = written(form, tmp_path / name, values)
         found.append(nodes.own_data(keys["data-dir"], None, DataSettings(dataset=form, validation=0.2, normalise=how)))
-        train = {row.tobytes() for row in found[0].x_train}
-        rows = [row.reshape(found[0].x_train.shape[1:]).tobytes() not in train for row in values]
+        trained = found[0].rows["train"][0]
+        train = {row.tobytes() for row in trained}
+        rows = [row.reshape(trained.shape[1:]).tobytes() not in train for row in values]
         values = moved(values, np.flatnonzero(rows))
-    assert found[0].inputs == found[1].inputs and not np.array_equal(found[0].x_test, found[1].x_test)
+    assert found[0].inputs == found[1].inputs
+    assert not np.array_equal(found[0].rows["test"][0], found[1].rows["test"][0])
 
 
 def test_auto_is_what_is_published_and_data_is_what_is_there() -> None:
@@ -196,8 +198,8 @@ def test_auto_is_what_is_published_and_data_is_what_is_there() -> None:
 def test_a_node_has_only_its_own_rows(own: Path) -> None:
     for how in ("auto", "client"):
         alone = nodes.own_data(str(own), None, DataSettings(dataset="npz", validation=0.2, normalise=how))
-        assert len(alone.y_test) and len(alone.y_validation)
-        np.testing.assert_allclose(alone.inputs.mean, by_hand(alone.x_train)[0], rtol=1e-6)
+        assert all(len(alone.rows[part][1]) for part in ("test", "validation"))
+        np.testing.assert_allclose(alone.inputs.mean, by_hand(alone.rows["train"][0])[0], rtol=1e-6)
     assert nodes.own_data(str(own), None, DataSettings(dataset="npz", normalise="none")).inputs.std == (1.0, 1.0)
     with pytest.raises(BadRequest, match="real nodes do not share: choose client"):
         nodes.own_data(str(own), None, DataSettings(dataset="npz", normalise="data"))

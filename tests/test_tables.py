@@ -333,7 +333,7 @@ def test_a_node_reads_a_table_but_no_text_features(tmp_path: Path) -> None:
     frame.to_csv(tmp_path / "site.csv", index=False)
     path = str(tmp_path / "site.csv")
     data = node.own_data(path, ("well", "ill"), DataSettings(dataset="csv", columns="x=age,pulse y=diagnosis"))
-    assert data.x_train.shape[1:] == (2,) and data.classes == ("well", "ill")
+    assert data.rows["train"][0].shape[1:] == (2,) and data.classes == ("well", "ill")
     # A simulation may have cached the same table.
     assert datasets.load("csv", path, DataSettings(columns="x=age,blood y=diagnosis")).shape == (5,)
     with pytest.raises(BadRequest, match="'blood' is text, which every site would code in its own way"):

@@ -323,18 +323,12 @@ class OwnData:
 
     Attributes
     ----------
-    x_train, x_test, x_validation : (n, ...) as in a `Dataset`; the last may have no rows.
-    y_train, y_test, y_validation : (n,) int64, the federation\'s numbers of classes.
+    rows : images (n, ...) as in a `Dataset` and labels (n,) int64 of `train`, `test` and, if it has any, `validation`.
     classes : the federation's class names.
     inputs : how the images are normalised.
     """
 
-    x_train: Samples
-    y_train: NDArray[np.int64]
-    x_test: Samples
-    y_test: NDArray[np.int64]
-    x_validation: Samples
-    y_validation: NDArray[np.int64]
+    rows: Mapping[str, tuple[Samples, NDArray[np.int64]]]
     classes: tuple[str, ...]
     inputs: InputSpec
 
@@ -408,27 +402,17 @@ def _read(place: Path, classes: tuple[str, ...] | None, settings: DataSettings) 
     mine = natural.given_validation(mine, data)
     if settings.validation and not len(mine.clients[0].validation):
         mine = partitions.hold_out(mine, settings.validation, 0, data)
-    (x_train, y_train), (x_test, y_test), (x_validation, y_validation) = (
-        data.take(getattr(mine.clients[0], part)) for part in ("train", "test", "validation")
-    )
+    parts = [part for part in partitions.PARTS if part != "validation" or len(mine.clients[0].validation)]
+    taken = {part: data.take(getattr(mine.clients[0], part)) for part in parts}
     inputs = InputSpec.of(data)
     known = datasets.published(dataset)
     if known is not None and data.kind == "image" and len(known.mean) == data.shape[0]:
-        brightest = int(max(x_train.max(initial=0), x_test.max(initial=0)))
+        brightest = int(max(taken[part][0].max(initial=0) for part in ("train", "test")))
         if brightest > known.scale:
             raise BadRequest(f"data-path {place}: {dataset} has grey levels 0 .. {known.scale:g}, found {brightest}")
         inputs = InputSpec(data.shape, known.scale, known.mean, known.std)
-    inputs = simulated.fitted(inputs, x_train, settings.normalise)
-    return OwnData(
-        x_train,
-        table[y_train],
-        x_test,
-        table[y_test],
-        x_validation,
-        table[y_validation],
-        classes or data.classes,
-        inputs,
-    )
+    inputs = simulated.fitted(inputs, taken["train"][0], settings.normalise)
+    return OwnData({part: (x, table[y]) for part, (x, y) in taken.items()}, classes or data.classes, inputs)
 
 
 def node_task(config: RunConfig, node: Node, device: torch.device, images: int = partitions.UNION) -> Task:
@@ -452,15 +436,8 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
         inputs = simulated.with_weights(config, data.inputs)
         public = node_images(config, data.inputs)
         extras = {} if public is None else {"public": torch.from_numpy(public).to(device)}
-        train, test, validation = (
-            (torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
-            for x, y in (
-                (data.x_train, data.y_train), (data.x_test, data.y_test), (data.x_validation, data.y_validation)
-            )
-        )  # fmt: skip
-        task = simulated.assemble(config, node.client, len(data.classes), inputs, train, test, extras)
-        if len(data.y_validation):
-            task = replace(task, x_validation=validation[0], y_validation=validation[1])
+        rows = {part: simulated.on_device(taken, device) for part, taken in data.rows.items()}
+        task = simulated.assemble(config, node.client, len(data.classes), inputs, rows, extras)
         classes = data.classes
     else:
         total = config.data.clients or node.partitions

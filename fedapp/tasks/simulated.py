@@ -36,6 +36,12 @@ KEPT_BYTES = 1 << 30
 """Bytes of clients' images that a process keeps as tensors."""
 
 
+def on_device(rows: tuple[Samples, Indices], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return samples and labels (n,) as tensors."""
+    x, y = rows
+    return torch.from_numpy(x).to(device), torch.from_numpy(y).long().to(device)
+
+
 @dataclass(frozen=True)
 class FederatedData:
     """A data set and its partition over the clients.
@@ -80,7 +86,16 @@ class FederatedData:
 
         Those of the last clients are kept, as many as `KEPT_BYTES` hold.
         """
-        return self._tensors((client, f"{part}/{device}"), getattr(self.partition.clients[client], part), device)
+        key = (client, f"{part}/{device}")
+        if key in self._recent:
+            self._recent.move_to_end(key)
+            return self._recent[key]
+        found = self._recent[key] = on_device(self.dataset.take(getattr(self.partition.clients[client], part)), device)
+        self._size[0] += found[0].nbytes
+        while self._size[0] > KEPT_BYTES and len(self._recent) > 1:
+            _, (old, _) = self._recent.popitem(last=False)
+            self._size[0] -= old.nbytes
+        return found
 
     def union(self, limit: int, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return the common test set for the balanced score, at most `limit` images; the same for all clients.
@@ -92,23 +107,8 @@ class FederatedData:
         key = (-1, f"union/{limit}/{device}")
         if key not in self._made:
             indices = partitions.union_test(self.dataset, self.partition, self.seed, limit)
-            x, y = self.dataset.take(indices)
-            self._made[key] = torch.from_numpy(x).to(device), torch.from_numpy(y).long().to(device)
+            self._made[key] = on_device(self.dataset.take(indices), device)
         return self._made[key]
-
-    def _tensors(self, key: tuple[int, str], indices: Indices, device: torch.device) -> tuple[Tensor, Tensor]:
-        found = self._recent.get(key)
-        if found is None:
-            x, y = self.dataset.take(indices)
-            found = torch.from_numpy(x).to(device), torch.from_numpy(y).long().to(device)
-            self._recent[key] = found
-            self._size[0] += found[0].nbytes
-            while self._size[0] > KEPT_BYTES and len(self._recent) > 1:
-                _, (old, _) = self._recent.popitem(last=False)
-                self._size[0] -= old.nbytes
-        else:
-            self._recent.move_to_end(key)
-        return found
 
     def inputs_of(self, client: int) -> InputSpec:
         """Return how the samples of a client are normalised."""
@@ -139,11 +139,10 @@ class FederatedData:
         """
         if self.partition.split == "merged" or self.own_moments or self.dataset.parts:
             return None
+        rows = np.sort(np.concatenate([c.test for c in self.partition.clients]))
         if self.partition.split == "official":
-            x, y = np.array(self.dataset.x_test), np.array(self.dataset.y_test)
-        else:
-            x, y = self.dataset.take(np.sort(np.concatenate([c.test for c in self.partition.clients])))
-        return torch.from_numpy(x).to(device), torch.from_numpy(y).long().to(device)
+            rows = self.dataset.num_train + np.arange(self.dataset.num_test)
+        return on_device(self.dataset.take(rows), device)
 
 
 def federated(config: RunConfig, clients: int) -> FederatedData:
@@ -417,15 +416,12 @@ def simulated_task(
     if not 0 <= client < clients:
         raise BadRequest(f"client-id (partition-id) {client} is not among the clients 0 .. {clients - 1}")
     data = federated(config, clients)
-    train, test = (data.tensors(part, client, device) for part in ("train", "test"))
-    x_union, y_union = data.union(images, device)
+    parts = ("train", "test", "validation") if config.data.validation else ("train", "test")
+    rows = {part: data.tensors(part, client, device) for part in parts}
     extras = {} if data.public is None else {"public": data.public_tensor(device)}
-    task = assemble(config, client, data.dataset.num_classes, data.inputs_of(client), train, test, extras)
-    task = replace(task, x_union=x_union, y_union=y_union)
-    if not config.data.validation:
-        return task
-    x_validation, y_validation = data.tensors("validation", client, device)
-    return replace(task, x_validation=x_validation, y_validation=y_validation)
+    task = assemble(config, client, data.dataset.num_classes, data.inputs_of(client), rows, extras)
+    x_union, y_union = data.union(images, device)
+    return replace(task, x_union=x_union, y_union=y_union)
 
 
 def model_for(config: RunConfig, client: int, inputs: InputSpec) -> str:
@@ -474,22 +470,19 @@ def assemble(
     client: int,
     num_classes: int,
     inputs: InputSpec,
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
+    rows: Mapping[str, tuple[Tensor, Tensor]],
     extras: Mapping[str, Any],
 ) -> Task:
-    """Join a client's data, images (n, H, W, C) uint8 and labels (n,) int64, with the settings of the run."""
+    """Join a client's data, images (n, H, W, C) uint8 and labels (n,) int64 by split, with the settings of the run."""
     check_moments(config, inputs)
+    tensors: dict[str, Any] = {f"{axis}_{part}": t for part, pair in rows.items() for axis, t in zip("xy", pair)}
     return Task(
         client=client,
         seed=config.federation.seed,
         num_classes=num_classes,
         inputs=inputs,
         model=model_for(config, client, inputs),
-        x_train=train[0],
-        y_train=train[1],
-        x_test=test[0],
-        y_test=test[1],
+        **tensors,
         train=config.training,
         rates=config.rates,
         buffers=config.training.buffers,
