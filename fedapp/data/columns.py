@@ -164,6 +164,13 @@ def entries(column: Array) -> Array:
     return column.astype(np.int64) if plain and len(column) else column
 
 
+def labelled(columns: Mapping[str, Array], classes: Sequence[str] | None) -> dict[str, Array]:
+    """Return columns with the names of the classes, None = those of `y`; clients and groups may become integers."""
+    names = np.unique(entries(columns["y"])).astype(str) if classes is None else np.array(classes, dtype=str)
+    numbers = {role: entries(columns[role]) for role in ("client", "group") if role in columns}
+    return {**columns, **numbers, "class_names": names}
+
+
 def read_npz(path: Path) -> dict[str, Array]:
     """Read all arrays of a ``.npz`` file; none may hold Python objects.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -141,6 +142,13 @@ class Dataset:
         left = [name for n in range(len(self.parts)) if n != self.common for name in self.clients_of(n)]
         return replace(self.parts[self.common], skipped=(*self.skipped, *left))
 
+    def labels_of(self, train: Int64, test: Int64) -> dict[str, Any]:
+        """Return all arrays but the samples for some training and some test rows, by attribute."""
+        pool = np.concatenate([train, self.num_train + test])
+        columns = {"owners": pool, "groups": pool, "part": pool, "held_out": train}
+        found = {name: None if (c := getattr(self, name)) is None else c[rows] for name, rows in columns.items()}
+        return {"y_train": self.y_train[train], "y_test": self.y_test[test], **found}
+
     def take(self, indices: npt.ArrayLike) -> tuple[Samples, Int64]:
         """Copy rows of the virtual pool (training rows, then test rows).
 
@@ -230,12 +238,5 @@ def _of_rows(dataset: Dataset, train: Int64, test: Int64) -> Dataset:
         assert dataset.part is not None
         mine = dataset._place[pool[dataset.part[pool] == number]]  # training rows first, as in the pool
         parts.append(_of_rows(one, mine[mine < one.num_train], mine[mine >= one.num_train] - one.num_train))
-    return replace(
-        dataset, y_train=dataset.y_train[train], y_test=dataset.y_test[test], parts=tuple(parts),
-        x_train=dataset.x_train if parts else dataset.x_train[train],
-        x_test=dataset.x_test if parts else dataset.x_test[test],
-        owners=None if dataset.owners is None else dataset.owners[pool],
-        groups=None if dataset.groups is None else dataset.groups[pool],
-        held_out=None if dataset.held_out is None else dataset.held_out[train],
-        part=None if dataset.part is None else dataset.part[pool],
-    )  # fmt: skip
+    x: dict[str, Any] = {} if parts else {"x_train": dataset.x_train[train], "x_test": dataset.x_test[test]}
+    return replace(dataset, parts=tuple(parts), **dataset.labels_of(train, test), **x)

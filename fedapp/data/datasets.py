@@ -56,8 +56,6 @@ from fedapp.settings import DataSettings
 UInt8 = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
-Built = tuple[Mapping[str, np.ndarray], Sequence[str] | None] | Own
-"""The four arrays of a data set with the names of its classes where they are known, or the user's columns."""
 
 FASHION_CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
@@ -158,7 +156,7 @@ def check_name(name: str) -> None:
     raise BadRequest(f"unknown dataset '{name}'{suggest_choice(name, known)}")
 
 
-_Source = tuple[Mapping[str, Any], Callable[[Store], Built]]
+_Source = tuple[Mapping[str, Any], Callable[[Store], Own]]
 """Where a data set comes from: the identity of its files, and the reader that fills a store."""
 
 
@@ -257,17 +255,11 @@ def _opened(name: str, folder: Path) -> Dataset:
     if whole.part is None:
         return whole
     train, test = np.split(whole.part, [whole.num_train])
-    parts = [
-        replace(
-            whole, part=None, skipped=(), **_described(facts),
-            x_train=open_array(folder / f"x_train_{number}.npy"), x_test=open_array(folder / f"x_test_{number}.npy"),
-            y_train=whole.y_train[train == number], y_test=whole.y_test[test == number],
-            owners=None if whole.owners is None else whole.owners[whole.part == number],
-            groups=None if whole.groups is None else whole.groups[whole.part == number],
-            held_out=None if whole.held_out is None else whole.held_out[train == number],
-        )
-        for number, facts in enumerate(meta["parts"])
-    ]  # fmt: skip
+    parts = []
+    for number, facts in enumerate(meta["parts"]):
+        samples: dict[str, Any] = {key: open_array(folder / f"{key}_{number}.npy") for key in ("x_train", "x_test")}
+        labels = whole.labels_of(np.flatnonzero(train == number), np.flatnonzero(test == number))
+        parts.append(replace(whole, skipped=(), **_described(facts), **samples, **labels | {"part": None}))
     return replace(whole, parts=tuple(parts))
 
 
@@ -331,9 +323,8 @@ def _find(name: str, root: Path | None, settings: DataSettings, node: bool) -> _
     return {"source": "torchvision"}, lambda _: _build_torchvision(name, root)
 
 
-def _finish(store: Store, name: str, built: Built) -> dict[str, Any]:
+def _finish(store: Store, name: str, own: Own) -> dict[str, Any]:
     """Write the arrays that are not in the store yet and return the data set's ``meta.json``."""
-    own = built if isinstance(built, Own) else Own(dict(built[0]), tuple(built[1]) if built[1] else None, "image")
     for key, array in own.arrays.items():
         if isinstance(array, np.memmap):
             array.flush()
@@ -395,13 +386,13 @@ def _identity(own: Own, classes: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _build_digits() -> Built:
+def _build_digits() -> Own:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     x = images.reshape(-1, 8, 8, 1).astype(np.uint8)
     y = labels.astype(np.int64)
-    return {"x_train": x, "y_train": y, "x_test": x[:0], "y_test": y[:0]}, None
+    return Own({"x_train": x, "y_train": y, "x_test": x[:0], "y_test": y[:0]}, None, "image")
 
 
 # --- arrays in a .npz file -----------------------------------------------------------------------------------------
@@ -471,7 +462,7 @@ def _of_package(entry: plugins.Entry, root: Path | None) -> _Source:
         "files": [file_identity(f) for f in files if f.is_file()],
     }
 
-    def build(_: Store) -> Built:
+    def build(_: Store) -> Own:
         try:
             columns = dict(function("" if root is None else str(root)))
         except BadRequest:
@@ -488,7 +479,7 @@ def _of_package(entry: plugins.Entry, root: Path | None) -> _Source:
 # --- torchvision ---------------------------------------------------------------------------------------------------
 
 
-def _build_torchvision(name: str, root: Path | None) -> Built:
+def _build_torchvision(name: str, root: Path | None) -> Own:
     import torchvision.datasets as published
 
     class_name, options = _TORCHVISION[name]
@@ -519,8 +510,7 @@ def _build_torchvision(name: str, root: Path | None) -> Built:
             x, y = upright_letters(x, y)
         arrays[f"x_{split}"] = x if x.ndim == 4 else x[..., None]
         arrays[f"y_{split}"] = y
-    classes = list(parts["train"].classes) if name == "cifar100" else None
-    return arrays, classes
+    return Own(arrays, tuple(parts["train"].classes) if name == "cifar100" else None, "image")
 
 
 def upright_letters(x: UInt8, y: Int64) -> tuple[UInt8, Int64]:
@@ -546,7 +536,7 @@ def _archive_source(name: str, root: Path | None) -> _Source:
         )
     reader = pictures.read_tiny_imagenet if name == "tiny_imagenet" else pictures.read_cinic10
 
-    def build(store: Store) -> Built:
+    def build(store: Store) -> Own:
         try:
             return reader(path, store)
         except (OSError, EOFError, KeyError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedapp.data import pictures, tables
 from fedapp.data.cache import FULL, file_identity
-from fedapp.data.columns import PARTS, Array, Own, assigned, entries, own, roles
+from fedapp.data.columns import PARTS, Array, Own, assigned, labelled, own, roles
 from fedapp.data.names import is_there
 from fedapp.errors import BadRequest, suggest_choice
 from fedapp.lazy import pd
@@ -139,10 +139,7 @@ def _columns(place: str, data: Any, split: Array | None, settings: DataSettings,
         raise BadRequest(f"{place}: {'; '.join(faults)}")
     if split is not None:
         arrays["split"] = split
-    for role in ("client", "group"):
-        if role in arrays:
-            arrays[role] = entries(arrays[role])
-    arrays["class_names"] = np.array(known if known is not None else np.unique(entries(arrays["y"])).astype(str))
+    arrays = labelled(arrays, known)
     (name,) = whole
     if isinstance(kinds[name], datasets.Image):
         where, cells = f"{place}, column {name}", data.cast_column(name, datasets.Image(decode=False))[name]

@@ -51,7 +51,7 @@ GREY = ("1", "L", "LA")
 # --- published archives --------------------------------------------------------------------------------------------
 
 
-def read_tiny_imagenet(path: Path, store: Store) -> tuple[Arrays, Sequence[str]]:
+def read_tiny_imagenet(path: Path, store: Store) -> Own:
     """Decode ``tiny-imagenet-200.zip``; classes are sorted by WordNet id and named by their first word.
 
     Raises
@@ -87,10 +87,10 @@ def read_tiny_imagenet(path: Path, store: Store) -> tuple[Arrays, Sequence[str]]
             arrays[f"y_{split}"] = np.array([label for _, label in rows], np.int64)
     names = [words.get(identifier, identifier) for identifier in ids]
     classes = [text if names.count(text) == 1 else f"{text} ({ids[i]})" for i, text in enumerate(names)]
-    return arrays, classes
+    return Own(arrays, tuple(classes), "image")
 
 
-def read_cinic10(path: Path, store: Store) -> tuple[Arrays, Sequence[str]]:
+def read_cinic10(path: Path, store: Store) -> Own:
     """Decode the train and test parts of ``CINIC-10.tar.gz``; its classes are those of CIFAR-10.
 
     Raises
@@ -118,7 +118,7 @@ def read_cinic10(path: Path, store: Store) -> tuple[Arrays, Sequence[str]]:
             if place is not None and stream is not None:
                 x, row = rows["/".join(place)]
                 x[row] = _decode(io.BytesIO(stream.read()), 32, entry.name)
-    return arrays, CIFAR10_CLASSES
+    return Own(arrays, CIFAR10_CLASSES, "image")
 
 
 @contextlib.contextmanager

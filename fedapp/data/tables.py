@@ -31,6 +31,7 @@ from fedapp.data.columns import (
     Own,
     assigned,
     entries,
+    labelled,
     of_parts,
     own,
     part_of,
@@ -394,12 +395,7 @@ def from_frame(
             f'{where}: no numeric column is left for the features: name some with columns = "x=a,b" or, with text '
             f"columns, x=*; there are {', '.join(every) or 'no others'}"
         )
-    y = columns["y"]
-    names = np.unique(entries(y)).astype(str) if classes is None else np.array(classes, dtype=str)
-    arrays = {**columns, "x": np.stack(features.values, axis=1), "y": y, "class_names": names}
-    for role in ("client", "group"):
-        if role in arrays:
-            arrays[role] = entries(arrays[role])
+    arrays = labelled({**columns, "x": np.stack(features.values, axis=1)}, classes)
     return replace(
         own(where, arrays), features=tuple(features.names), categories=features.categories,
         ignored=tuple(features.ignored),
