@@ -177,11 +177,6 @@ def only(allow: str, *, installed: bool = False) -> Iterator[None]:
         _permitted = before
 
 
-def is_permitted(target: str) -> bool:
-    """Whether the code that a text names may be imported here."""
-    return _permitted is None or allowed(target, _permitted[0]) or is_permitted_by_name(target)
-
-
 def is_permitted_by_name(target: str) -> bool:
     """Whether it may be because it is named itself, in `allow` or by an installed package."""
     if _permitted is None or target in (entry.strip() for entry in _permitted[0].split(",")):
@@ -201,7 +196,7 @@ def imported(target: str, what: str) -> Any:
     BadRequest : it cannot be imported, or `only` does not allow it. A package that is allowed as a whole, `mypkg.*`,
         stands for what it defines, not for what it imports: `mypkg.nets:system` may be `os.system`.
     """
-    if not is_permitted(target):
+    if not (_permitted is None or allowed(target, _permitted[0]) or is_permitted_by_name(target)):
         raise BadRequest(
             f"{what} is code that is not imported here: if you trust it, allow '{target}' (on a node in the "
             "node-config, on the command line with --allow)"
