@@ -16,7 +16,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from typer.testing import CliRunner
 
-from fedapp import client_app, config
+from fedapp import client_app, config, plugins
 from fedapp.cli import app
 from fedapp.data.transforms import normalise
 from fedapp.engines import deploy
@@ -264,7 +264,7 @@ def test_a_metric_that_fails_says_so(tiny: Tiny) -> None:
 
 
 def test_real_nodes_import_no_code_that_a_server_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation.importlib, "import_module", lambda name: pytest.fail(f"it imports {name}"))
+    monkeypatch.setattr(plugins.importlib, "import_module", lambda name: pytest.fail(f"it imports {name}"))
     flat = config.from_flat({"dataset": "digits", "metrics": OWN}).to_flat()
     own = {"client-id": 0, "data-path": str(tmp_path)}
     shared = {"partition-id": 0, "num-partitions": 3}

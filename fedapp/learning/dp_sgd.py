@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,7 +70,11 @@ class NoisySteps:
         BadRequest : Opacus is not installed.
         NotImplementedError : a layer has no gradient of a single image, see `check`.
         """
-        hooks = _hooks(model)
+        try:
+            from opacus.grad_sample.grad_sample_module import GradSampleHooks
+        except ImportError as e:
+            raise BadRequest(INSTALL) from e
+        hooks: Any = GradSampleHooks(model, loss_reduction="mean", strict=True)
         layers = [m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
         before = [layer.register_forward_pre_hook(_contiguous) for layer in layers]
         try:
@@ -80,7 +85,10 @@ class NoisySteps:
         finally:
             for handle in before:
                 handle.remove()
-            _remove(hooks, model)
+            hooks.remove_hooks()
+            for p, name in itertools.product(model.parameters(), LEFT):
+                if hasattr(p, name):
+                    delattr(p, name)
 
     def replace(self, parameters: list[Tensor], drawn: int, images: int) -> None:
         """Put the noised gradient of a step in the place of the exact one.
@@ -181,19 +189,3 @@ def _problem(trial: nn.Module, images: Tensor) -> str | None:
 def _contiguous(layer: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Undo channels_last, for which Opacus 1.6 finds wrong gradients of convolutions without a word."""
     return tuple(x.contiguous() for x in given)
-
-
-def _remove(hooks: Any, model: nn.Module) -> None:
-    hooks.remove_hooks()
-    for p in model.parameters():
-        for name in LEFT:
-            if hasattr(p, name):
-                delattr(p, name)
-
-
-def _hooks(model: nn.Module) -> Any:
-    try:
-        from opacus.grad_sample.grad_sample_module import GradSampleHooks
-    except ImportError as e:
-        raise BadRequest(INSTALL) from e
-    return GradSampleHooks(model, loss_reduction="mean", strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fedapp import plugins
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, raised
 from fedapp.lazy import F, Tensor, nn, torch
@@ -176,13 +176,7 @@ def ece(y: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
     return float(np.abs(gaps).sum() / len(y))
 
 
-METRICS: Mapping[str, Metric] = {
-    "balanced": balanced,
-    "macro_f1": macro_f1,
-    "auc": auc,
-    "auc_classes": auc_classes,
-    "ece": ece,
-}
+METRICS: Mapping[str, Metric] = {of.__name__: of for of in (balanced, macro_f1, auc, auc_classes, ece)}
 """Metrics that `metrics` may name beside `accuracy` and `loss`, which are always there."""
 MOST_CONFUSED = 256
 """Largest number of classes with which a reply holds such a matrix."""
@@ -213,14 +207,7 @@ def metric(name: str) -> Metric:
     """
     if not is_own(name):
         return METRICS[name]
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except Exception as e:
-        raise BadRequest(
-            f"metrics: '{name}' cannot be imported ({raised(e)}): check the name, and install the package "
-            "or put its folder on PYTHONPATH"
-        ) from e
+    found = plugins.imported(name, f"metrics: '{name}'")
     if not callable(found):
         raise BadRequest(f"metrics: '{name}' is no function, but {type(found).__name__}")
     return found  # type: ignore[no-any-return]

@@ -21,11 +21,6 @@ def std(values: Iterable[float]) -> float:
     return float(array.std()) if len(array) else float("nan")
 
 
-def _number(value: Any) -> float:
-    """Return a metric as a number; NaN for anything else, because a reply must not end a run."""
-    return float(value) if isinstance(value, (int, float)) else math.nan
-
-
 def client_row(
     metrics: Mapping[str, Any],
     protocols: Iterable[str],
@@ -41,28 +36,26 @@ def client_row(
     columns : further numbers of the method (`Method.columns`).
     scores : columns of the metrics that were measured beside accuracy and loss.
     """
-    row: dict[str, float] = {"num_samples": _number(metrics.get("num-examples", math.nan))}
+
+    def number(name: str, absent: float = math.nan) -> float:
+        """Return a metric as a number; NaN for anything else, because a reply must not end a run."""
+        value = metrics.get(name, absent)
+        return float(value) if isinstance(value, (int, float)) else math.nan
+
+    row = {"num_samples": number("num-examples")}
     for p in protocols:
-        total = _number(metrics.get(f"{p}-total", math.nan))
-        correct = _number(metrics.get(f"{p}-correct", math.nan))
-        loss = _number(metrics.get(f"{p}-loss-sum", math.nan))
+        correct, total = number(f"{p}-correct"), number(f"{p}-total")
         row[f"{p}_correct"], row[f"{p}_total"] = correct, total
         row[f"{p}_accuracy"] = correct / total if total else math.nan
-        row[f"{p}_loss"] = loss / total if total else math.nan
-        row[f"{p}_balanced"] = _number(metrics.get(f"{p}-balanced", math.nan))
+        row[f"{p}_loss"] = number(f"{p}-loss-sum") / total if total else math.nan
+        row[f"{p}_balanced"] = number(f"{p}-balanced")
         if validation:
-            total = _number(metrics.get(f"{p}-validation-total", math.nan))
-            row[f"{p}_validation"] = _number(metrics.get(f"{p}-validation-correct", math.nan)) / (total or math.nan)
-        for name in scores:
-            row[f"{p}_{name}"] = _number(metrics.get(f"{p}-{name}", math.nan))
-    row["train_loss"] = _number(metrics.get("train-loss", math.nan))
-    for name in columns:
-        row[name.replace("-", "_")] = _number(metrics.get(name, math.nan))
-    row["steps"] = _number(metrics.get("steps", math.nan))
-    row["bytes_up"] = _number(metrics.get("bytes-up", 0))
-    row["train_seconds"] = _number(metrics.get("train-seconds", math.nan))
-    row["client_seconds"] = _number(metrics.get("seconds", math.nan))
-    return row
+            row[f"{p}_validation"] = number(f"{p}-validation-correct") / (number(f"{p}-validation-total") or math.nan)
+        row |= {f"{p}_{name}": number(f"{p}-{name}") for name in scores}
+    row["train_loss"] = number("train-loss")
+    row |= {name.replace("-", "_"): number(name) for name in columns}
+    times = {"train_seconds": number("train-seconds"), "client_seconds": number("seconds")}
+    return row | {"steps": number("steps"), "bytes_up": number("bytes-up", 0)} | times
 
 
 def summarise(
@@ -79,29 +72,25 @@ def summarise(
     the mean accuracy on them. `scores` are columns of further metrics; each is the unweighted mean too.
     """
     rows = list(rows)
+
+    def column(name: str) -> list[float]:
+        return [r.get(name, math.nan) for r in rows]
+
     out: dict[str, float] = {}
     for p in protocols:
-        column = {
-            name: [r.get(f"{p}_{name}", math.nan) for r in rows]
-            for name in ("accuracy", "correct", "total", "loss", "balanced")
-        }
-        shares = [most / t if t > most else 1.0 for t in column["total"]]
+        shares = [most / t if t > most else 1.0 for t in column(f"{p}_total")]
         correct, total = (
-            float(np.nansum([n * s for n, s in zip(column[name], shares, strict=True)]))
+            float(np.nansum([n * s for n, s in zip(column(f"{p}_{name}"), shares, strict=True)]))
             for name in ("correct", "total")
         )
-        out[f"{p}_accuracy"] = mean(column["accuracy"])
-        out[f"{p}_accuracy_std"] = std(column["accuracy"])
+        out[f"{p}_accuracy"] = mean(column(f"{p}_accuracy"))
+        out[f"{p}_accuracy_std"] = std(column(f"{p}_accuracy"))
         out[f"{p}_accuracy_pooled"] = correct / total if total else math.nan
-        out[f"{p}_loss"] = mean(column["loss"])
-        out[f"{p}_balanced"] = mean(column["balanced"])
-        if any(f"{p}_validation" in r for r in rows):
-            out[f"{p}_validation"] = mean(r.get(f"{p}_validation", math.nan) for r in rows)
-        for name in scores:
-            out[f"{p}_{name}"] = mean(r.get(f"{p}_{name}", math.nan) for r in rows)
-    out["train_loss"] = mean(r.get("train_loss", math.nan) for r in rows)
-    for name in (c.replace("-", "_") for c in columns):
-        out[name] = mean(r.get(name, math.nan) for r in rows)
+        validation = ["validation"] if any(f"{p}_validation" in r for r in rows) else []
+        for name in ("loss", "balanced", *validation, *scores):
+            out[f"{p}_{name}"] = mean(column(f"{p}_{name}"))
+    for name in ("train_loss", *(c.replace("-", "_") for c in columns)):
+        out[name] = mean(column(name))
     return out
 
 

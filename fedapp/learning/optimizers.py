@@ -223,7 +223,8 @@ def _arguments(key: str, name: str, cls: type[Any], text: str) -> dict[str, Any]
             reason = f"'{argument}' is not set here: {why}" if why else f"{name} has no argument '{argument}'"
             raise BadRequest(f"{key}: {reason}{'.' if why else suggest(argument, settable) or '.'} {listing}")
         value = plain_value(written)
-        wanted = str(_annotation(settable[argument]))
+        annotation = settable[argument].annotation
+        wanted = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
         if not _fits(value, wanted, settable[argument].default):
             raise BadRequest(f"{key}: {argument} = '{written}' is not {_words(wanted)}. {listing}")
         # An argument such as `milestones` is a sequence even if it has one element.
@@ -231,11 +232,6 @@ def _arguments(key: str, name: str, cls: type[Any], text: str) -> dict[str, Any]
     if missing := [n for n, p in settable.items() if p.default is p.empty and n not in found and n not in WHOLE]:
         raise BadRequest(f"{key}: {name} needs {', '.join(f'{n}=...' for n in missing)}. {listing}")
     return found
-
-
-def _annotation(parameter: inspect.Parameter) -> str:
-    found = parameter.annotation
-    return found if isinstance(found, str) else inspect.formatannotation(found)
 
 
 def _shown(parameter: inspect.Parameter) -> str:

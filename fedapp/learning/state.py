@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +86,16 @@ class Expected:
     binding : whether the next training starts from it. It does not where the server sends the whole model and the
         client keeps no array of its own.
     restart : begin anew where the state is lost, instead of an error.
+    told : whether there is a server that knows which states counted.
     """
 
     digest: str = ""
     binding: bool = True
     restart: bool = False
+    told: bool = True
+
+
+UNTOLD = Expected(told=False)
 
 
 def is_token(run: str) -> bool:
@@ -128,11 +133,6 @@ def _sha(array: Array) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
-def _contents(arrays: Arrays) -> dict[str, list[Any]]:
-    """Return dtype, shape and SHA-256 of each array by name, sorted."""
-    return {n: [arrays[n].dtype.str, list(arrays[n].shape), _sha(arrays[n])] for n in sorted(arrays)}
-
-
 def _digest(contents: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
@@ -149,7 +149,7 @@ def write_safetensors(path: Path, arrays: Arrays, header: Mapping[str, object], 
     OSError : the file cannot be written; what was there before stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    contents = _contents(arrays)
+    contents = {n: [arrays[n].dtype.str, list(arrays[n].shape), _sha(arrays[n])] for n in sorted(arrays)}
     with atomic(path, durable) as part:
         save_file(arrays, str(part), metadata={"fedapp": json.dumps({**header, "contents": contents})})
     return _digest(contents)
@@ -184,13 +184,13 @@ def read_checked(
             raise ValueError("its arrays are not those that its header lists")
         for name, array in arrays.items():
             dtype, shape, sha = contents[name]
-            for field, found, wanted in (
+            for what, found, wanted in (
                 ("dtype", array.dtype.str, dtype),
                 ("shape", list(array.shape), shape),
                 ("SHA-256", _sha(array), sha),
             ):
                 if found != wanted:
-                    raise ValueError(f"{field} of '{name}' is {found}, its header says {wanted}")
+                    raise ValueError(f"{what} of '{name}' is {found}, its header says {wanted}")
         return arrays, header, _digest(contents)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as e:
         raise DamagedError(f"{path} cannot be read ({e}); {remedy}") from e
@@ -217,9 +217,9 @@ def check_header(path: Path, header: Mapping[str, Any], wanted: Mapping[str, Any
     """
     if header.get("schema", 1) not in READABLE:
         raise StateError(f"{path} has schema {header.get('schema')}, this version reads {SCHEMA}; start a new run")
-    for field, value in wanted.items():
-        if field in header and header[field] != value:
-            raise StateError(f"{path}: {field} is '{header[field]}', expected '{value}'; {remedy}")
+    for name, value in wanted.items():
+        if name in header and header[name] != value:
+            raise StateError(f"{path}: {name} is '{header[name]}', expected '{value}'; {remedy}")
 
 
 def read_head_norms(folder: Path, run: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -243,10 +243,11 @@ def _saved(path: Path) -> int:
         return path.stat().st_mtime_ns
 
 
+@dataclass(eq=False)
 class ClientStore:
     """The stored states of one client.
 
-    Parameters
+    Attributes
     ----------
     folder : `STATE-DIR/<federation>/<client-id>`.
     method : id of the method; a state that another one wrote is refused.
@@ -260,43 +261,30 @@ class ClientStore:
     dp : the run's key. With `sgd` only states of such trainings are read: what others left was made of exact gradients.
     about : what a state means nothing without, such as the names of the classes, by name; a state with another is
         refused.
-
-    Attributes
-    ----------
     lost : why the client begins anew although the server knows of a state; empty = it does not.
     ignored : which file could not be read where nothing of it is needed; empty = none.
     back : states from this round on were made of a model that one client had spoiled, and count no more; 0 = all count.
     written : digest of the state that was saved last, the first 32 hexadecimal digits.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        method: str,
-        run: str,
-        warm_start: bool = False,
-        keep: int = 0,
-        durable: bool = False,
-        expected: Expected | None = None,
-        dp: str = "none",
-        about: Mapping[str, str] | None = None,
-    ) -> None:
-        if not is_token(run):
-            raise StateError(f"the run's token '{run[:80]}' is not one: hexadecimal digits are needed")
-        self.folder = folder
-        self.method = method
-        self.run = run
-        self.warm_start = warm_start
-        self.keep = keep
-        self.durable = durable
-        self.expected = expected or Expected()
-        self._told = expected is not None
-        self.lost = ""
-        self.ignored = ""
-        self.back = 0
-        self.written = ""
-        self.dp = dp
-        self.about = dict(about or {})
+    folder: Path
+    method: str
+    run: str
+    warm_start: bool = False
+    keep: int = 0
+    durable: bool = False
+    expected: Expected = UNTOLD
+    dp: str = "none"
+    about: Mapping[str, str] = field(default_factory=dict)
+    lost: str = field(default="", init=False)
+    ignored: str = field(default="", init=False)
+    back: int = field(default=0, init=False)
+    written: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse a token that could name a file elsewhere."""
+        if not is_token(self.run):
+            raise StateError(f"the run's token '{self.run[:80]}' is not one: hexadecimal digits are needed")
 
     def _files(self) -> list[tuple[str, int, Path]]:
         """Return (run, round, file) of all states here, by round."""
@@ -378,7 +366,7 @@ class ClientStore:
                 f"{path} was made with other {' and '.join(other)} than there are now: put the former back, or start a "
                 "new run, without warm-start"
             )
-        counted = not self._told or digest[:32] == self.expected.digest
+        counted = not self.expected.told or digest[:32] == self.expected.digest
         return Stored(server_round, path, arrays, digest[:32], str(header.get("expected", "")), counted)
 
     def save(self, server_round: int, arrays: Arrays, unread: Collection[str] = ()) -> Path:

@@ -219,8 +219,13 @@ def _split(name: str, net: nn.Module, num_classes: int, settings: ModelSettings)
 
 
 @functools.lru_cache(maxsize=64)
-def _head_of(name: str, num_classes: int, shape: tuple[int, ...], settings: ModelSettings) -> tuple[int, bool]:
-    """Return the width of the head, and whether the user's layer has no bias."""
+def head_of(name: str, num_classes: int, shape: tuple[int, ...], settings: ModelSettings) -> tuple[int, bool]:
+    """Return the number of features that the head of an own model takes, and whether the user's layer has no bias.
+
+    Raises
+    ------
+    BadRequest : it cannot be imported or built, or has no head.
+    """
     from fedapp.models.split import SplitModel
 
     with seeded(0):
@@ -229,16 +234,6 @@ def _head_of(name: str, num_classes: int, shape: tuple[int, ...], settings: Mode
         if not isinstance(net, SplitModel):
             bare = getattr(net.get_submodule(_head_path(name, net, num_classes, settings)), "bias", None) is None
         return _split(name, net, num_classes, settings).width, bare
-
-
-def width(name: str, num_classes: int, shape: tuple[int, ...], settings: ModelSettings) -> int:
-    """Return the number of features that the head of an own model takes.
-
-    Raises
-    ------
-    BadRequest : it cannot be imported or built, or has no head.
-    """
-    return _head_of(name, num_classes, shape, settings)[0]
 
 
 def build(
@@ -254,7 +249,7 @@ def build(
     """
     from fedapp.models.split import SplitModel
 
-    features, bare = _head_of(name, num_classes, shape, settings)
+    features, bare = head_of(name, num_classes, shape, settings)
     with seeded(seed):
         drawn = nn.Linear(features, num_classes)
         net = _made(name, num_classes, shape, settings)

@@ -67,9 +67,6 @@ The digits models have 37,632 (`a`), 16,576 (`b`) and 9,088 (`c`) on 1 x 8. `cnn
 steps. Trunks that end in a mean over all positions (`cnn-d`, `alexnet`, the ResNets, `shufflenetv2`, `googlenet`, the
 MobileNets) take images of any height and width, all other trunks square ones.
 
-The file is long because the table and its trunks are kept side by side: a size that changes here would change published
-numbers.
-
 Initial values are PyTorch's (or torchvision's) own; a first convolution replaced for another number of channels has
 PyTorch's. Dropout (`googlenet`, `mobilenetv2`, `mobilenetv2-plain`, `alexnet`, `fedproto-a` to `-c`) draws from
 PyTorch's global generator, which local training seeds. Networks with batch normalisation (ResNet-18, `shufflenetv2`,
@@ -543,7 +540,7 @@ def head_width(name: str, num_classes: int = 0, shape: Shape = (), settings: Mod
     BadRequest
         If the name is unknown.
     """
-    return own.width(name, num_classes, shape, settings) if own.is_own(name) else _entry(name).width
+    return own.head_of(name, num_classes, shape, settings)[0] if own.is_own(name) else _entry(name).width
 
 
 def check_model(name: str, shape: Shape) -> None:

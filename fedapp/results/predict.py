@@ -53,18 +53,9 @@ if TYPE_CHECKING:  # slow to import, and every client imports this module to sto
 
 def described(inputs: InputSpec, classes: Sequence[str]) -> dict[str, object]:
     """Return what a stored model needs to know of the data, as JSON values."""
-    return {
-        "shape": list(inputs.shape),
-        "kind": inputs.kind,
-        "scale": inputs.scale,
-        "mean": list(inputs.mean),
-        "std": list(inputs.std),
-        "binary": list(inputs.binary),
-        "features": list(inputs.features),
-        "columns": list(inputs.columns),
-        "classes": list(classes),
-        "num_classes": len(classes),
-    }
+    names = ("shape", "kind", "scale", "mean", "std", "binary", "features", "columns")
+    values = {name: getattr(inputs, name) for name in names} | {"classes": tuple(classes)}
+    return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()} | {"num_classes": len(classes)}
 
 
 def keep(
