@@ -33,8 +33,9 @@ def discover() -> dict[str, Method]:
 
 def broken() -> dict[str, str]:
     """Return what gives no valid method: name -> one line with the file or the package and the reason."""
-    every = [*_files(), *plugins.problems("methods", _files()), *plugins.entries("methods", _files())]
-    return {name: why for name in every if isinstance(why := _found(name), str)}
+    every = [*_files(), *plugins.entries("methods", _files())]
+    found = {name: why for name in every if isinstance(why := _found(name), str)}
+    return plugins.problems("methods", _files()) | found
 
 
 def names() -> list[str]:

@@ -158,8 +158,8 @@ class ClassMoments:
         Raises
         ------
         ValueError
-            Shapes that do not fit or labels out of range. Features that are not finite are found when the buffer is
-            emptied, at the latest when a result is asked for.
+            Shapes that do not fit. Features that are not finite are found when the buffer is emptied, at the latest
+            when a result is asked for.
         """
         rows, given = (
             part.detach().cpu() if isinstance(part, torch.Tensor) else as_tensor(np.asarray(part))
@@ -172,9 +172,6 @@ class ClassMoments:
             raise ValueError(f"features must be floating point and labels integers, got {rows.dtype} and {given.dtype}")
         if given.numel() == 0:
             return
-        if int(given.min()) < 0 or int(given.max()) >= self.num_classes:
-            got = f"{int(given.min())}..{int(given.max())}"
-            raise ValueError(f"labels must lie in 0..{self.num_classes - 1}, got {got}")
         self._waiting.append((rows, given))
         self._waiting_rows += rows.shape[0]
         if self._waiting_rows >= BUFFER:

@@ -106,8 +106,6 @@ _ARCHIVES = {
     "tiny_imagenet": ("tiny-imagenet-200.zip", "http://cs231n.stanford.edu/tiny-imagenet-200.zip"),
     "cinic10": ("CINIC-10.tar.gz", "https://datashare.ed.ac.uk/handle/10283/3192"),
 }
-OWN = ("npz", "csv", "parquet", "folder", "hf")
-"""Data sets of the user."""
 OWN_FORMS = {
     "npz": "NumPy files with arrays x and y, or x_train, y_train, x_test, y_test; data-dir names the file or folder",
     "csv": "a table, or a folder with a table for each client; columns says what its columns mean",
@@ -115,7 +113,8 @@ OWN_FORMS = {
     "folder": "pictures in folders named by their classes, or in a folder for each client",
     "hf": "a data set in the form of Hugging Face datasets; data-dir names its place",
 }
-"""What each of :data:`OWN` is, in one sentence."""
+"""Forms of the user's own data, each in one sentence."""
+OWN = tuple(OWN_FORMS)
 DATASET_NAMES: tuple[str, ...] = (*_FACTS, *OWN)
 """Every name that :func:`load` knows."""
 

@@ -61,29 +61,23 @@ from fedapp.errors import BadRequest, counted, suggest_choice
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 
-PARTITION_PARAMETER: dict[str, str | None] = {
-    "iid": None,
-    "dirichlet": "alpha",
-    "dirichlet-equal": "alpha",
-    "pathological": "classes-per-client",
-    "classes": "classes-per-client",
-    "two-class": None,
-    "shards": "classes-per-client",
-    "by-client": None,
-    "file": None,
+_KINDS: dict[str, tuple[str | None, str]] = {
+    "iid": (None, "every client gets an equal share of a random order"),
+    "dirichlet": ("alpha", "each class is divided by shares that Dirichlet(alpha) draws; sizes differ too"),
+    "dirichlet-equal": ("alpha", "equal sizes; each client's shares of the classes are drawn from Dirichlet(alpha)"),
+    "pathological": ("classes-per-client", "blocks of clients share the same few classes, with uneven sizes"),
+    "classes": ("classes-per-client", "each client gets a few random classes, and an uneven share of each"),
+    "two-class": (None, "two random classes a client, equal sizes, drawn with replacement"),
+    "shards": (
+        "classes-per-client",
+        "samples sorted by label are cut into equal shards, of which each client gets a few",
+    ),
+    "by-client": (None, "a column of your data says which client each sample belongs to"),
+    "file": (None, "an index file says who holds what (partition-file)"),
 }
+PARTITION_PARAMETER = {kind: key for kind, (key, _) in _KINDS.items()}
 """Every kind, with the run-config key that sets how far it is from iid (None: nothing to set)."""
-MEANING: dict[str, str] = {
-    "iid": "every client gets an equal share of a random order",
-    "dirichlet": "each class is divided by shares that Dirichlet(alpha) draws; sizes differ too",
-    "dirichlet-equal": "equal sizes; each client's shares of the classes are drawn from Dirichlet(alpha)",
-    "pathological": "blocks of clients share the same few classes, with uneven sizes",
-    "classes": "each client gets a few random classes, and an uneven share of each",
-    "two-class": "two random classes a client, equal sizes, drawn with replacement",
-    "shards": "samples sorted by label are cut into equal shards, of which each client gets a few",
-    "by-client": "a column of your data says which client each sample belongs to",
-    "file": "an index file says who holds what (partition-file)",
-}
+MEANING = {kind: words for kind, (_, words) in _KINDS.items()}
 """Every kind in one sentence."""
 NATURAL = ("by-client", "file")
 """Kinds of which the data or a file say who holds what, `fedapp.data.natural`; :func:`make` draws all others."""

@@ -30,24 +30,17 @@ REFUSED_OPTIMIZERS = {
 }
 REFUSED_SCHEDULERS = {
     "ReduceLROnPlateau": "it needs a score after each step, and all rates are known before the first",
-    "LambdaLR": "it takes a function, which a line of text cannot give",
-    "MultiplicativeLR": "it takes a function, which a line of text cannot give",
-    "SequentialLR": "it takes other schedulers",
-    "ChainedScheduler": "it takes other schedulers",
+    **dict.fromkeys(("LambdaLR", "MultiplicativeLR"), "it takes a function, which a line of text cannot give"),
+    **dict.fromkeys(("SequentialLR", "ChainedScheduler"), "it takes other schedulers"),
 }
 WHOLE = ("T_max", "total_iters", "total_steps")
 """Arguments of schedulers that by default are the number of rates, so that a schedule fills the run or the round."""
 
 _ELSEWHERE = {
-    "lr": "it is the key lr",
-    "weight_decay": "it is the key weight-decay",
-    "momentum": "it is the key momentum",
+    **{name: f"it is the key {name.replace('_', '-')}" for name in ("lr", "weight_decay", "momentum")},
     "last_epoch": "a resumed run goes on by itself",
-    "cycle_momentum": "a schedule sets the learning rate only",
-    "base_momentum": "a schedule sets the learning rate only",
-    "max_momentum": "a schedule sets the learning rate only",
-    "epochs": "give total_steps",
-    "steps_per_epoch": "give total_steps",
+    **{f"{which}_momentum": "a schedule sets the learning rate only" for which in ("cycle", "base", "max")},
+    **dict.fromkeys(("epochs", "steps_per_epoch"), "give total_steps"),
 }
 """Arguments that are not set here, and why."""
 

@@ -20,8 +20,8 @@ SHOWN = 4
 """How many names a message lists."""
 
 
-def file_of(path: str) -> Path:
-    """Return the file of weights.
+def _version(path: str) -> tuple[str, ...]:
+    """Return the file of weights, and what tells one version of it from another; programs cannot set its ctime.
 
     Raises
     ------
@@ -33,17 +33,17 @@ def file_of(path: str) -> Path:
             f"weights = '{path}' is no file: give a .safetensors, or a .pt that torch.save(model.state_dict(), FILE) "
             "wrote; fedapp downloads none"
         )
-    return file
+    stat = file.stat()
+    return str(file), *map(str, (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
 
 
 def checksum(path: str) -> str:
     """Return the SHA-256 of a file of weights, in hexadecimal digits."""
-    file = file_of(path)
-    return _checksum(str(file), *_version(file))
+    return _checksum(*_version(path))
 
 
 @functools.lru_cache(maxsize=2)
-def _checksum(path: str, *version: int) -> str:
+def _checksum(path: str, *version: str) -> str:
     with Path(path).open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
@@ -55,18 +55,11 @@ def read(path: str) -> Mapping[str, Tensor]:
     ------
     BadRequest : the file is not there, or holds something else.
     """
-    file = file_of(path)
-    return _read(str(file), *_version(file))
-
-
-def _version(file: Path) -> tuple[int, ...]:
-    """Return what tells one version of a file from another; programs cannot set the time of the change (ctime)."""
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+    return _read(*_version(path))
 
 
 @functools.lru_cache(maxsize=2)
-def _read(path: str, *version: int) -> Mapping[str, Tensor]:
+def _read(path: str, *version: str) -> Mapping[str, Tensor]:
     wanted = "save it with torch.save(model.state_dict(), FILE) or safetensors.torch.save_file"
     try:
         if path.endswith(".safetensors"):
