@@ -33,9 +33,11 @@ def discover() -> dict[str, Method]:
 
 def broken() -> dict[str, str]:
     """Return what gives no valid method: name -> one line with the file or the package and the reason."""
-    every = [*_files(), *plugins.entries("methods", _files())]
-    found = {name: why for name in every if isinstance(why := _found(name), str)}
-    return plugins.problems("methods", _files()) | found
+    files, packages = (
+        {name: why for name in named if isinstance(why := _found(name), str)}
+        for named in (_files(), plugins.entries("methods", _files()))
+    )
+    return files | plugins.problems("methods", _files()) | packages
 
 
 def names() -> list[str]:
