@@ -641,7 +641,7 @@ class Run(Callbacks):
         # Where each client normalises by itself, the server's model goes with no transform.
         self.about = {} if data.own_moments or data.dataset.parts else described(data.inputs, data.dataset.classes)
         card = data_card(data.dataset, data.partition)
-        self.names = in_lines(card.names)
+        self.names = in_lines(data.partition.names)
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:
             raise BadRequest(

@@ -254,7 +254,7 @@ def test_the_data_card_is_that_of_the_run(tiny: Callable[..., RunResult]) -> Non
     settings = {"dataset": "digits", "clients": 3, "data_fraction": 0.3, "alpha": 0.2, "seed": 4}
     card = data_card(**settings, rounds=1)
     result = tiny(method="local", rounds=1, **settings)
-    assert card.train.tolist() == result.card["train"] and card.hash == result.card["hash"]
+    assert card.train.tolist() == result.card["train"] and card.partition.hash == result.card["hash"]
 
 
 def test_compare_returns_the_comparison(tmp_path: Path, in_turn: list[str], no_page: list[Path]) -> None:

@@ -69,13 +69,6 @@ LONGEST = 10.0
 """FedPAC and FD, without any rule: a client's longest mean of a class has at most that many times 1 + the median length
 of the clients' longest ones."""
 
-__all__ = [
-    "OWN_RULE", "RULES", "UNGUARDED", "RobustMean", "believed", "bounded", "capped", "capped_masses",
-    "capped_statistics", "changes_bounded", "class_means", "combined", "coordinate_median", "fitting",
-    "geometric_median", "krum", "krum_scores", "middle", "multikrum", "needed", "parsed", "pulls", "row_bounded",
-    "scale_covariances", "screened", "screened_lars", "screened_statistics", "shortened", "trimmed_mean", "weaker",
-]  # fmt: skip
-
 
 # Counts and single updates ------------------------------------------------------------------------
 

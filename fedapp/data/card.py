@@ -30,8 +30,7 @@ class DataCard:
 
     Attributes
     ----------
-    dataset, kind, split, hash : str
-    classes : tuple of str
+    dataset, partition : which data, and who holds what.
     train, test : int64 (K, C): images per client and class.
     majority : float64 (K,): accuracy on the client's test split of always answering the client's most frequent training
         class (the first one if several are), in 0 .. 1; nan for a client without test images.
@@ -39,33 +38,26 @@ class DataCard:
     shared : images that occur more than once in the training splits (several clients, or duplicates).
     public : training images that are held back from the clients as a public set.
     validation : images that the clients hold out from training to choose settings by.
-    names : of the clients, where the data or a file name them; else empty.
-    left_out : owners with too few rows, who are no clients.   ignored : arrays of the file that mean nothing here.
-    skipped : files, rows of a table of pictures, or clients that could not be used and were left out.
     untrained : classes without a training row at any client.
     sizes : where clients' samples differ in size, each size and whose it is.
-    rows : what one sample is called: `images`, else `rows`.
     """
 
-    dataset: str
-    kind: str
-    split: str
-    hash: str
-    classes: tuple[str, ...]
+    dataset: Dataset
+    partition: Partition
     train: Int64
     test: Int64
     majority: Float64
     unused: int
     shared: int
-    public: int = 0
-    validation: int = 0
-    names: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    rows: str = "images"
-    skipped: tuple[str, ...] = ()
-    untrained: tuple[str, ...] = ()
-    sizes: tuple[str, ...] = ()
+    public: int
+    validation: int
+    untrained: tuple[str, ...]
+    sizes: tuple[str, ...]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes."""
+        return self.dataset.classes
 
     @property
     def mean_majority(self) -> float:
@@ -73,13 +65,18 @@ class DataCard:
         known = self.majority[~np.isnan(self.majority)]
         return float(known.mean()) if known.size else float("nan")
 
+    @property
+    def _what(self) -> str:
+        return "images" if self.dataset.kind == "image" else "rows"
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values; nan becomes None."""
+        left_out = self.partition.settings.get("left_out", ())
         return {
-            "dataset": self.dataset,
-            "partition": self.kind,
-            "split": self.split,
-            "hash": self.hash,
+            "dataset": self.dataset.name,
+            "partition": self.partition.kind,
+            "split": self.partition.split,
+            "hash": self.partition.hash,
             "clients": len(self.train),
             "classes": list(self.classes),
             "train": self.train.tolist(),
@@ -92,8 +89,8 @@ class DataCard:
             "shared": self.shared,
             "public": self.public,
             "validation": self.validation,
-            **({"names": list(self.names), "left_out": list(self.left_out)} if self.names else {}),
-            **({"skipped": list(self.skipped)} if self.skipped else {}),
+            **({"names": list(names), "left_out": list(left_out)} if (names := self.partition.names) else {}),
+            **({"skipped": list(self.dataset.skipped)} if self.dataset.skipped else {}),
             **({"untrained": list(self.untrained)} if self.untrained else {}),
             **({"sizes": list(self.sizes)} if self.sizes else {}),
         }
@@ -109,29 +106,31 @@ class DataCard:
         max_clients : clients with a line of their own; a summary follows for the others.
         """
         train_sizes, test_sizes = self.train.sum(axis=1), self.test.sum(axis=1)
-        classes, names, ignored = map(in_lines, (self.classes, self.names, self.ignored))
+        data, partition, what = self.dataset, self.partition, self._what
+        classes, names, ignored = map(in_lines, (data.classes, partition.names, data.ignored))
         lines = [
-            f"{self.dataset}: {counted(len(self.train), 'client')}, partition {self.kind}, split "
-            f"{self.split}, {self.hash[:12]}",
-            f"training {self.rows} {train_sizes.sum()} ({train_sizes.min()} to {train_sizes.max()} a client), "
-            f"test {self.rows} {test_sizes.sum()} ({test_sizes.min()} to {test_sizes.max()} a client)",
+            f"{data.name}: {counted(len(self.train), 'client')}, partition {partition.kind}, split "
+            f"{partition.split}, {partition.hash[:12]}",
+            f"training {what} {train_sizes.sum()} ({train_sizes.min()} to {train_sizes.max()} a client), "
+            f"test {what} {test_sizes.sum()} ({test_sizes.min()} to {test_sizes.max()} a client)",
         ]
         unseen = int(np.count_nonzero(((self.test > 0) & (self.train == 0)).any(axis=1)))
         whose = (
             "client is tested on classes that it does" if unseen == 1 else "clients are tested on classes that they do"
         )
-        few, missing = (f"{len(names)} ({_first(names)})" for names in (self.left_out, self.skipped))
+        left_out = partition.settings.get("left_out", ())
+        few, missing = (f"{len(names)} ({_first(names)})" for names in (left_out, data.skipped))
         notes = (
             (ignored, f"ignored: {', '.join(ignored)}"),
-            (self.skipped, f"left out because they cannot be used: {missing}"),
-            (self.untrained, f"no client has training {self.rows} of {counted(len(self.untrained), 'class')} "
+            (data.skipped, f"left out because they cannot be used: {missing}"),
+            (self.untrained, f"no client has training {what} of {counted(len(self.untrained), 'class')} "
                              f"({_first(self.untrained)})"),
             (self.sizes, f"samples of {len(self.sizes)} sizes: {'; '.join(in_lines(self.sizes))}"),
-            (self.left_out, f"left out, fewer than min-samples {self.rows}: {few}"),
-            (self.unused, f"{self.unused} {self.rows} are held by no client"),
-            (self.public, f"{self.public} training {self.rows} are held back from the clients as the public set"),
-            (self.validation, f"{self.validation} {self.rows} are held out from training for validation scores"),
-            (self.shared, f"{self.shared} training {self.rows} are held more than once"),
+            (left_out, f"left out, fewer than min-samples {what}: {few}"),
+            (self.unused, f"{self.unused} {what} are held by no client"),
+            (self.public, f"{self.public} training {what} are held back from the clients as the public set"),
+            (self.validation, f"{self.validation} {what} are held out from training for validation scores"),
+            (self.shared, f"{self.shared} training {what} are held more than once"),
             (unseen, f"{unseen} {whose} not train on"),
         )  # fmt: skip
         lines += [text for there, text in notes if there]
@@ -164,8 +163,8 @@ class DataCard:
         held = self.train[shown:]
         known = 100 * self.majority[shown:][~np.isnan(self.majority[shown:])]
         numbers = [
-            (f"training {self.rows}", held.sum(axis=1), "d", "g"),
-            (f"test {self.rows}", self.test[shown:].sum(axis=1), "d", "g"),
+            (f"training {self._what}", held.sum(axis=1), "d", "g"),
+            (f"test {self._what}", self.test[shown:].sum(axis=1), "d", "g"),
             ("classes", np.count_nonzero(held, axis=1), "d", "g"),
             ("majority", known, ".1f", ".1f"),
         ]
@@ -220,11 +219,8 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
     public = int(partition.settings.get("public_images", 0))
     validation = sum(len(c.validation) for c in partition.clients)
     return DataCard(
-        dataset=dataset.name,
-        kind=partition.kind,
-        split=partition.split,
-        hash=partition.hash,
-        classes=dataset.classes,
+        dataset=dataset,
+        partition=partition,
         train=train,
         test=test,
         majority=majority,
@@ -232,13 +228,8 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
         shared=int(np.count_nonzero(np.unique(held_train, return_counts=True)[1] > 1)),
         public=public,
         validation=validation,
-        names=partition.names,
-        left_out=tuple(partition.settings.get("left_out", ())),
-        ignored=dataset.ignored,
-        skipped=dataset.skipped,
         untrained=tuple(dataset.classes[c] for c in np.flatnonzero(train.sum(axis=0) == 0)),
         sizes=_sizes(dataset),
-        rows="images" if dataset.kind == "image" else "rows",
     )
 
 
