@@ -50,11 +50,11 @@ def torch_generator(seed: int, purpose: str, *numbers: int, device: torch.device
     return generator
 
 
-def some(seed: int, purpose: str, ids: Sequence[int], count: int) -> list[int]:
-    """Draw `count` of these ids for one purpose, uniformly without replacement; return them in increasing order."""
+def some(seed: int, purpose: str, ids: Sequence[int], count: int, *numbers: int) -> list[int]:
+    """Draw `count` of these ids, uniformly without replacement; return them in increasing order."""
     if count >= len(ids):
         return sorted(ids)
-    picked = rng(seed, purpose).choice(len(ids), size=count, replace=False)
+    picked = rng(seed, purpose, *numbers).choice(len(ids), size=count, replace=False)
     return sorted(ids[i] for i in picked)
 
 
@@ -76,7 +76,4 @@ def sample_clients(
     """
     ordered = sorted(ids)
     count = min(len(ordered), max(1, int(np.floor(fraction * len(ordered) + 0.5))))
-    if count == len(ordered):
-        return ordered
-    picked = rng(seed, purpose, server_round).choice(len(ordered), size=count, replace=False)
-    return sorted(ordered[i] for i in picked)
+    return some(seed, purpose, ordered, count, server_round)
