@@ -232,7 +232,8 @@ def test_it_runs_in_a_folder_with_packages_of_the_same_names(installed: Installe
         """)
     )
     assert installed(foreign, "python", "own.py").stdout.splitlines()[-1] == "True"
-    compare = ("--methods", "local,fedavg", "--clients", "3", "--rounds", "1", "--workers", "2", "--out", "compared")
+    compare = ("--methods", "local,fedavg", "--clients", "3", "--rounds", "1", "--seeds", "1",
+               "--workers", "2", "--out", "compared")  # fmt: skip
     installed(foreign, "fedapp", "compare", *compare)
     installed(foreign, "python", "-m", "fedapp.cli", *RUN[1:], "--engine", "ray", "--out", "ray")
     tables = [(foreign / name / "rounds.csv").read_text().splitlines()[0] for name in ("own", "ray")]

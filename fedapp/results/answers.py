@@ -69,9 +69,9 @@ class Answer:
 
     @property
     def seeds(self) -> int:
-        """The fewest seeds of a method that is compared with the reference."""
+        """The most seeds of a method that is compared with the reference; one that lost some has no interval alone."""
         compared = [row["seeds"] for row in self.tests.get("headline", {}).values()]
-        return int(min(compared, default=self.finished["seed"].nunique()))
+        return int(max(compared, default=self.finished["seed"].nunique()))
 
     @property
     def clients(self) -> int:
@@ -405,9 +405,9 @@ def _cells(answer: Answer, rows: pd.DataFrame, test: dict[str, Any] | None) -> l
 
     if answer.seeds < 3:
         differences = [[], [DASH if test is None else intervals.by_seed(test)]][answer.seeds - 1]
+    elif test is None or test["seeds"] < 3:
+        differences = [DASH] * 2
     else:
-        differences = (
-            [DASH] * 2 if test is None else [intervals.points(test["mean_difference"]), intervals.interval_text(test)]
-        )
+        differences = [intervals.points(test["mean_difference"]), intervals.interval_text(test)]
     harmed = tally(rows[HARM].to_numpy()).replace(" ", "") if rows[HARM].notna().any().any() else DASH
     return [percent(mean("headline_last")), *differences, harmed, percent(mean("all_classes")), size(mean("bytes_up"))]
