@@ -200,7 +200,15 @@ class Sums:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a server makes of the same arrays of all replies. The kinds stand in `fedapp/reduce/spec.py`."""
+    """A reduction of the same arrays of all replies. The kinds stand in `fedapp/reduce/spec.py`."""
+
+    def form(self, context: ServerContext, state: ServerState) -> Arrays | None:
+        """Return arrays of the names, shapes and dtypes in a reply, or None where the method alone knows them."""
+        return None
+
+    def problem(self, context: ServerContext, reply: Reply, form: Arrays) -> str | None:
+        """Return the problem of a reply that should have this form, or None."""
+        return None
 
     @property
     def sums(self) -> Sums | None:
@@ -209,7 +217,7 @@ class Reduction:
 
     @property
     def guards(self) -> tuple[str, ...]:
-        """What can be done against clients that lie in these arrays, see `Method.guards`."""
+        """Possible measures against clients that lie in these arrays, see `Method.guards`."""
         return ()
 
 
@@ -246,7 +254,7 @@ class Method:
     resolve : for methods that wrap another one: `resolve(hparams, lookup) -> Method` returns the method to run.
     public_share : share of the training images that is held back from the clients as the public set of a method that
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
-    reduces : what the server reduces in each exchange, or a function of the hyperparameters that gives it; None: the
+    reduces : reductions of each exchange, or a function of the hyperparameters that gives them. None: the
         mean of the shared arrays, or, where the strategy has an `aggregate` of its own, nothing.
     per_class : what replies say of single classes: None = nothing; else the hyperparameter that leaves out classes with
         fewer images, "" where there is none.
@@ -310,7 +318,7 @@ class Method:
         return self.shared_prefixes(hparams) if self.up is None else self.up
 
     def reductions(self, hparams: BaseHParams) -> Reductions:
-        """Return what the server reduces in each exchange; an exchange that is not there brings single replies."""
+        """Return the reductions of each exchange. An exchange that is missing brings single replies."""
         if self.reduces is None:
             usual: Reductions = self.strategy.usual_reductions()
             return usual
@@ -333,12 +341,14 @@ class Method:
         """Return how replies may be summed before the server sees them, with these hyperparameters."""
         if self.sum_only is not None:
             return self.sum_only(hparams) if callable(self.sum_only) else self.sum_only
-        found = [r.sums for exchange in self.reductions(hparams).values() for r in exchange.values()]
+        reductions = self.reductions(hparams)
+        found = [r.sums for exchange in reductions.values() for r in exchange.values()]
         sums = [s for s in found if s is not None]
-        if not found or len(sums) < len(found) or self.queries or self.id in UNTESTED:
+        asked = {f"query.{kind}" for kind in self.queries}
+        if not found or len(sums) < len(found) or asked - reductions.keys() or self.id in UNTESTED:
             return None
         weights = "".join(s.weights for s in sums) or "samples"
-        return Sums(weights, tuple(n for s in sums for n in s.totals), "".join(s.rows for s in sums))
+        return Sums(weights, tuple(dict.fromkeys(n for s in sums for n in s.totals)), "".join(s.rows for s in sums))
 
     def units(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return the values of `dp` for which the method has a form with noise, with these hyperparameters."""

@@ -18,7 +18,6 @@ import numpy as np
 
 from clients.posthoc import Untrained
 from fedapp.core import heads, names
-from fedapp.core.privacy import Float64, Joint, Privacy
 from fedapp.core.sums import capped_sums
 from fedapp.errors import BadRequest, hyperparameters, named_values
 from fedapp.method import (
@@ -37,7 +36,6 @@ from fedapp.method import (
 )
 from fedapp.models import is_own
 from fedapp.reduce.spec import Reduced
-from fedapp.transport.secure import Released
 from strategies.base import FedStrategy
 
 T = TypeVar("T")
@@ -98,6 +96,7 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
             )
         return "; ".join(text for text in found if text) or None
 
+    summed = _together(base.sums(inner), outer.sums(settings))
     return dataclasses.replace(
         outer,
         title=f"{outer.title} after {base.title}",
@@ -112,8 +111,8 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
         metrics=(*base.columns, *base.metrics, *outer.metrics),
         queries=(*base.queries, *outer.queries),
         columns=(*base.columns, *outer.columns),
-        reduces=base.reductions(inner),
-        sum_only=_together(base.sums(inner), outer.sums(settings)),
+        reduces={**base.reductions(inner), **outer.reductions(settings)},
+        sum_only=lambda hparams: summed,
         guards=outer_guards(outer.guarded_by(settings), base.guarded_by(inner)),
         votes=base.votes_on(inner),
         private=outer.private if base is NONE else (),
@@ -136,15 +135,6 @@ def outer_guards(outer: tuple[str, ...], base: tuple[str, ...]) -> tuple[str, ..
 def leaves_one_head(base: Method, hparams: BaseHParams) -> bool:
     """Whether a method ends with one global model, sent whole to the clients, whose logits are its linear head's."""
     return base.resolve is None and base.global_model and base.linear and set(ALL) <= set(base.shared_prefixes(hparams))
-
-
-def of_joint(stated: Privacy, joint: Joint, prefix: str) -> Released:
-    """Return what of noised statistics adds up over clients; a reply's arrays have names with the prefix."""
-
-    def parts(vector: Float64, clients: int) -> Arrays:
-        return {prefix + name: array for name, array in joint.parts(vector).items()}
-
-    return Released(stated, joint.sensitivity, joint.size, parts)
 
 
 class PostHoc(FedStrategy):
@@ -170,7 +160,7 @@ class PostHoc(FedStrategy):
 
     def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:
         """Say what is wrong with an answer to the query `kind`; `arrays` have their names without the prefix."""
-        raise NotImplementedError
+        return None
 
     def repaired(self, state: ServerState) -> Payload:
         """Return the repair, or an empty payload before it."""

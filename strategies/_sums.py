@@ -18,13 +18,11 @@ import numpy.typing as npt
 
 from clients.sums import SUMS, SumsClient, SumsHParams
 from fedapp.core import privacy, sums
-from fedapp.core.gaussian import unpack
-from fedapp.core.masks import rounding
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
-from fedapp.method import ALL, Arrays, Method, Payload, Query, Reply, ServerState, Sums
-from fedapp.transport.secure import Released
-from strategies._composition import PostHoc, built_on, of_joint
+from fedapp.method import ALL, Arrays, Method, Payload, Query, Reply, ServerContext, ServerState
+from fedapp.reduce.spec import Total
+from strategies._composition import PostHoc, built_on
 
 W, B = "head.weight", "head.bias"
 
@@ -70,73 +68,12 @@ class HeadFromSums(PostHoc):
         head = dict(zip((W, B), sums.as_head(rows, counts > 0, scale)))
         return self.calibrated(state, {"head": head}, found.replies, counts, scale=scale, **entries)
 
-    def further(self, state: ServerState, kind: str) -> Arrays:
-        """Return sums as one client sends them."""
-        if kind == "query.losses":
-            return {SUMS + "loss": np.zeros(len(sums.SCALES))}
-        if kind != "query.sums":
-            return super().further(state, kind)
-        assert issubclass(self.method.client, SumsClient)
-        d = self.context.width + 1
-        squares = {SUMS + "a": np.zeros(d * (d + 1) // 2)} if self.method.client.squares else {}
-        return {SUMS + "b": np.zeros((self.context.num_classes, d)), **squares}
-
     def asked(self, w: Arrays, query: Query) -> Found:
-        """Query A_k and b_k and add them up, as they arrive if `count-cap` is off; the replies come without arrays."""
-        c, d = self.context.num_classes, self.context.width
-        if self.privacy is not None:
-            return self.asked_noised(w, query)
-        found = Found(np.zeros((d + 1, d + 1)), np.zeros((c, d + 1)))
-        answers = self.answers_to(query, "sums", Payload(common=w))
-        for reply, arrays in self.believed(answers, lambda of: float(of["b"][:, -1].sum())):
-            found.b += arrays["b"]
-            if "a" in arrays:
-                found.a += sums.second_moments(arrays["a"], d)
-            if self.apart:
-                found.parts.append(arrays["b"])
-            found.replies.append(reply)
-        return found
-
-    def asked_noised(self, w: Arrays, query: Query) -> Found:
-        """Query sums with noise, add them up, and take the nearest that are possible.
-
-        A scatter has no direction with less than the size of the noise on it: where there is only noise, less would be
-        taken for knowledge.
-        """
-        joint = self._joint()
-        totals: dict[str, Any] = {}
-        replies = []
-        answers = self.answers_to(query, "sums", Payload(common=w))
-        for reply, arrays in self.believed(answers, joint.length):
-            totals = {n: totals.get(n, 0.0) + a for n, a in arrays.items()}
-            replies.append(reply)
-        d = joint.width
-        found = Found(np.zeros((d + 1, d + 1)), np.zeros((joint.classes, d + 1)), replies=replies)
-        if not replies:
-            return found
-        square, floor = None, 0.0
-        if "square" in totals:
-            assert self.privacy is not None
-            square = unpack(totals["square"], d)
-            noise = self.privacy.noise * (np.sqrt(self.secure.share) if self.secure else 1.0)
-            floor = joint.deviations(noise)["square"] * float(np.sqrt(sum(len(r.singles) for r in replies) * d))
-        count, total, square = privacy.projected(totals["count"], totals["sum"], square, floor=floor)
-        found.b[:, :-1], found.b[:, -1] = total, count
-        if square is not None:
-            found.a[:-1, :-1] = square
-            found.a[-1] = found.a[:, -1] = found.b.sum(axis=0)
-        return found
-
-    def released(self, kind: str, template: Arrays) -> Released | None:
-        """Return the joint vector of counts, sums and second moments."""
-        if self.privacy is None or kind != "query.sums":
-            return super().released(kind, template)
-        return of_joint(self.privacy, self._joint(), SUMS)
-
-    def _joint(self) -> privacy.Joint:
-        assert issubclass(self.method.client, SumsClient)
-        squares: privacy.Squares = "all" if self.method.client.squares else "none"
-        return privacy.Joint(self.context.num_classes, self.context.width, squares)
+        """Query A_k and b_k, and take their sums over clients; the replies come without arrays."""
+        reduced = self.reader.reduce("query.sums", query("sums", Payload(common=w)), {})
+        total, d = reduced.totals("sums"), self.context.width + 1
+        parts = [part["b"] for part in total.parts] if self.apart else []
+        return Found(total.sums.get("a", np.zeros((d, d))), total.sums["b"], parts, reduced.clients)
 
     def scale(self, w: Arrays, rows: Float64, seen: npt.NDArray[np.bool_], query: Query) -> float:
         """Return the factor for all logits: 1, as large as the trained head's, or what fits the clients' rows best."""
@@ -146,27 +83,50 @@ class HeadFromSums(PostHoc):
             own, before = np.linalg.norm(rows[seen, :-1]), np.linalg.norm(w[W][seen])
             return float(before / own) if own > 0 and before > 0 else 1.0
         head = dict(zip((W, B), sums.as_head(rows, seen)))
-        losses = [arrays["loss"] for _, arrays in self.answers_to(query, "losses", Payload(common={**w, **head}))]
-        if self.robust.count_cap:  # a loss has no bound of its own: one client's could exclude any factor
-            losses = sums.capped_losses(losses, self.robust.count_cap)
-        return sums.best_scale(sum(losses, np.zeros(len(sums.SCALES))))
+        question = Payload(common={**w, **head})
+        losses = self.reader.reduce("query.losses", query("losses", question), {}).totals("losses")
+        return sums.best_scale(losses.sums["loss"])
 
-    def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:
-        """Refuse arrays that are no sums of features, sums of more samples than the client has, and other losses."""
-        if kind == "losses":
-            loss = arrays.get("loss")
-            if set(arrays) != {"loss"} or loss is None or loss.shape != sums.SCALES.shape or loss.dtype != np.float64:
-                return Impossible(f"losses must be {len(sums.SCALES)} numbers of float64")
-            return None if bool((loss >= 0).all()) else "losses must be numbers that are not negative"
-        if self.privacy is not None:
-            return self._joint().problem_of(arrays)
-        assert issubclass(self.method.client, SumsClient)
-        lost = rounding(len(reply.members))
-        squares = self.method.client.squares
-        problem = sums.problem_of(arrays, self.context.num_classes, self.context.width, squares, lost)
-        if problem is None and arrays["b"][:, -1].sum() > reply.num_samples:
-            return Impossible(f"sums of {arrays['b'][:, -1].sum():g} samples from a client of {reply.num_samples}")
-        return problem
+
+def class_sums(squares: bool, apart: bool) -> Total:
+    """Return the sum of b_k and, with `squares`, of A_k."""
+
+    def arrays(context: ServerContext) -> Arrays:
+        d = context.width + 1
+        packed = {"a": np.zeros(d * (d + 1) // 2)} if squares else {}
+        return {"b": np.zeros((context.num_classes, d)), **packed}
+
+    def check(context: ServerContext, arrays: Arrays, lost: float) -> str | None:
+        return sums.problem_of(arrays, context.num_classes, context.width, squares, lost)
+
+    def read(context: ServerContext, arrays: Arrays) -> Arrays:
+        return {n: sums.second_moments(a, context.width) if n == "a" else a for n, a in arrays.items()}
+
+    moments: privacy.Squares = "all" if squares else "none"
+    return Total(
+        SUMS, arrays, check, lambda arrays: float(arrays["b"][:, -1].sum()), read, apart,
+        None if apart else moments, _remade,
+    )  # fmt: skip
+
+
+def _remade(count: Float64, total: Float64, square: Float64 | None) -> Arrays:
+    """Return b, and A where there are second moments, of counts (C,), sums (C, d) and moments (d, d)."""
+    b = np.column_stack([total, count])
+    if square is None:
+        return {"b": b}
+    edge = b.sum(axis=0)
+    return {"b": b, "a": np.vstack([np.column_stack([square, edge[:-1]]), edge])}
+
+
+def _losses_problem(context: ServerContext, arrays: Arrays, lost: float) -> str | None:
+    loss = arrays.get("loss")
+    if set(arrays) != {"loss"} or loss is None or loss.shape != sums.SCALES.shape or loss.dtype != np.float64:
+        return Impossible(f"losses must be {len(sums.SCALES)} numbers of float64")
+    return None if bool((loss >= 0).all()) else "losses must be numbers that are not negative"
+
+
+LOSSES = Total(SUMS, lambda context: {"loss": np.zeros(len(sums.SCALES))}, _losses_problem)
+"""Sum over clients of the losses with each factor."""
 
 
 def head_method(
@@ -197,8 +157,10 @@ def head_method(
         deploy_as="received",
         travels=travels,
         queries=("sums", "losses"),
-        sum_only=None if strategy.apart else Sums(totals=(SUMS,)),
-        guards=("count-cap",),
+        reduces={
+            "query.sums": {"sums": class_sums(client.squares, strategy.apart)},
+            "query.losses": {"losses": LOSSES},
+        },
         private=() if strategy.apart else ("example",),
         resolve=resolve,
     )

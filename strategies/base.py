@@ -17,9 +17,9 @@ state, so a checkpoint contains all of it. `self.context`, `self.method` and `se
 | `report(state, final)`                    | once, after the final evaluation       | entries of the summary  |
 | `blend(state, sizes)`                     | when a figure of the run is drawn      | who learns from whom    |
 
-`reduced` holds what the method declares in `Method.reduces` (`fedapp/reduce/spec.py`). A class that defines
-`aggregate(state, server_round, replies)` in place of `update` gets the checked replies one at a time, in the order of
-the client ids, and must read all of them.
+`reduced` holds the reductions that the method declares in `Method.reduces` (`fedapp/reduce/spec.py`). A class that
+defines `aggregate(state, server_round, replies)` instead of `update` gets the checked replies one at a time, in the
+order of the client ids, and must read all of them.
 `query` is the only other exchange with clients. `final` holds the clients' last scores.
 
 The state is a nested dict of arrays and plain values. `fedapp/federation/loop.py` calls these functions round by round;
@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from fedapp.core.privacy import Privacy
+from fedapp.core.privacy import Float64, Joint, Privacy
 from fedapp.core.robust import UNGUARDED
 from fedapp.method import Arrays, Blend, Method, Payload, Query, Reductions, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.reader import USUAL, Policy, Reader
@@ -133,7 +133,7 @@ class FedStrategy(FlowerLoop):
         """
         return None
 
-    # ---- what both round loops ask for ---------------------------------------------------------------------------
+    # ---- for both round loops ------------------------------------------------------------------------------------
 
     def expected(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the shapes, out of a client's `shapes`, of the arrays that every reply to `train` must hold."""
@@ -149,18 +149,20 @@ class FedStrategy(FlowerLoop):
         """
         if self.privacy is None:
             return None
+        if noised := self.reader.noised(kind):
+            return of_joint(self.privacy, noised.joint(self.context), noised.prefix)
         size = sum(array.size for array in template.values())
         return Released(self.privacy, self.privacy.bound, size, lambda v, clients: arrays_of(v / clients, template))
 
     @classmethod
     def usual_reductions(cls) -> Reductions:
-        """Return what replies are reduced to where the method does not say it; nothing beside an own `aggregate`."""
+        """Return the reductions of a method that declares none: the mean; with an own `aggregate`, nothing."""
         return {"train": USUAL} if cls.aggregate is FedStrategy.aggregate else {}
 
     @property
     def policy(self) -> Policy:
-        """What the run does with all replies."""
-        return Policy(self.robust, self.privacy)
+        """The treatment of replies in this run."""
+        return Policy(self.robust, self.privacy, lambda: self.secure.share if self.secure else 1.0)
 
     @property
     def reader(self) -> Reader:
@@ -168,9 +170,18 @@ class FedStrategy(FlowerLoop):
         return Reader(self.method, self.hparams, self.context, self.policy)
 
     def checker(self, state: ServerState, kind: str) -> Callable[[Reply], str | None]:
-        """Return a function that returns what is wrong with a reply to `kind`, or None.
+        """Return a function that gives the problem of a reply to `kind`, or None.
 
-        A form that does not fit what the server reduces is refused; then the method checks the reply.
+        A form that does not fit the reductions is refused; then the method checks the reply.
         """
         unfit = self.reader.checker(kind, state)
         return lambda reply: unfit(reply) or self.check(state, reply)
+
+
+def of_joint(stated: Privacy, joint: Joint, prefix: str) -> Released:
+    """Return the part of noised statistics that adds up over clients; names of a reply's arrays have the prefix."""
+
+    def parts(vector: Float64, clients: int) -> Arrays:
+        return {prefix + name: array for name, array in joint.parts(vector).items()}
+
+    return Released(stated, joint.sensitivity, joint.size, parts)

@@ -37,7 +37,8 @@ from fedapp.core.robust import FAR, FEW, capped_statistics, pulls, screened_stat
 from fedapp.learning.training import batch_slices
 from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reply, ServerState, Sums
 from fedapp.transport.secure import Released
-from strategies._composition import PostHoc, built_on, of_joint
+from strategies._composition import PostHoc, built_on
+from strategies.base import of_joint
 
 W, B = "head.weight", "head.bias"
 

@@ -117,7 +117,7 @@ METHOD = Method(
     shared=HEAD,
     up=NONE,
     extra_up=("lar", "labels", "cov", "counts"),
-    reduces={"train": {"lar": Rows("lar", beside=("cov", "counts"))}},
+    reduces={"train": {"lar": Rows("lar", further=("cov", "counts"))}},
     per_class="min_class_count",
     heterogeneous=True,
     travels="class means and variances up, the header down",

@@ -64,6 +64,7 @@ API: dict[str, tuple[str, ...]] = {
     ),
     "A method of your own": (
         "fedapp.method",
+        "fedapp.reduce.spec",
         "strategies.base",
         "clients.base",
         "fedapp.registry",

@@ -38,7 +38,7 @@ from tests.closedform import (
     server,
     together,
 )
-from tests.handmade import deterministic
+from tests.handmade import deterministic, refusal
 
 Tiny = Callable[..., RunResult]
 HEADS = ["fed3r", "fedncm", "lda", "fedcof"]
@@ -200,17 +200,17 @@ def test_by_default_the_weights_are_as_long_as_those_of_the_trained_head(method:
 def test_a_bad_answer_is_dropped_with_its_reason(change: Callable[[Any], Any], words: str) -> None:
     strategy, _ = server("fed3r")
     arrays = answer(strategy, *CLIENTS[0])
-    assert strategy.check({}, Reply(0, 5, dict(arrays), {}, kind="query.sums")) is None
+    assert refusal(strategy, {}, Reply(0, 5, dict(arrays), {}, kind="query.sums")) is None
     change(arrays)
-    assert words in (strategy.check({}, Reply(0, 5, arrays, {}, kind="query.sums")) or "")
+    assert words in (refusal(strategy, {}, Reply(0, 5, arrays, {}, kind="query.sums")) or "")
 
 
 @pytest.mark.parametrize("loss", [np.zeros(3), np.full(65, -1.0), np.zeros(65, np.float32), np.full(65, np.nan), None])
 def test_bad_losses_are_dropped(loss: Any) -> None:
     strategy, _ = server("fed3r")
     arrays = {} if loss is None else {"sums/loss": loss}
-    assert "losses must be" in (strategy.check({}, Reply(0, 5, arrays, {}, kind="query.losses")) or "")
-    assert strategy.check({}, Reply(0, 5, {"sums/loss": np.ones(65)}, {}, kind="query.losses")) is None
+    assert "losses must be" in (refusal(strategy, {}, Reply(0, 5, arrays, {}, kind="query.losses")) or "")
+    assert refusal(strategy, {}, Reply(0, 5, {"sums/loss": np.ones(65)}, {}, kind="query.losses")) is None
 
 
 @pytest.mark.parametrize(

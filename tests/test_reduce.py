@@ -1,4 +1,4 @@
-"""Reductions: what a declaration leads to, and who gets replies one by one."""
+"""Reductions: the consequences of a declaration, and servers that get single replies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.handmade import context, guard, point, refusal, reply
 
 
 class OneByOne(FedAvg):
-    """A server of a user's own: it notes whose replies it gets, and averages those of two samples or more."""
+    """A user's own server: it notes the clients that replied, and averages replies of two samples or more."""
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         given = list(replies)

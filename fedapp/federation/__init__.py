@@ -1,1 +1,1 @@
-"""The round loop of a run, and what may take a round back."""
+"""The round loop of a run, the rollback, and the check of a new state."""

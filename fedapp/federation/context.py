@@ -1,4 +1,4 @@
-"""What a strategy knows when a run starts, and what it would send first."""
+"""The context of a strategy at the start of a run, and its first payload."""
 
 from __future__ import annotations
 

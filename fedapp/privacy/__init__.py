@@ -1,1 +1,1 @@
-"""Statistics with noise, in place of what methods send without `dp`."""
+"""Noised forms of the statistics that clients send."""

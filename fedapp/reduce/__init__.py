@@ -1,1 +1,1 @@
-"""Reductions: what a server makes of the replies of all clients, and in which form it does so."""
+"""Reductions of the replies of all clients: their declaration, and their plain, robust and noised forms."""

@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.core.averages import RunningMean
+from fedapp.core.names import under
 from fedapp.core.robust import RobustMean
-from fedapp.method import Array, Arrays, Reply
-from fedapp.reduce.spec import LABELS, ClassMean, ClassMeans, ClassRows, Float64, Mean, Rows
+from fedapp.core.sums import capped_losses, capped_sums
+from fedapp.method import Array, Arrays, Reply, ServerContext
+from fedapp.reduce.spec import LABELS, ClassMean, ClassMeans, ClassRows, Float64, Mean, Reducer, Rows, Total, Totals
 
 Labels: TypeAlias = npt.NDArray[np.integer[Any]]
 
@@ -19,7 +21,7 @@ TOGETHER = 8
 """Number of replies that are added to a mean in one pass."""
 
 
-class MeanReducer:
+class MeanReducer(Reducer):
     """The mean of the arrays named in `of`; without replies these arrays themselves.
 
     Replies are added in float32 as they arrive, a few at a time, because every pass reads and writes the mean. Memory
@@ -39,9 +41,6 @@ class MeanReducer:
         if len(self._waiting) == TOGETHER:
             self._add_waiting()
 
-    def note(self, noted: dict[str, Any]) -> None:
-        """Note nothing: there are no rules."""
-
     def result(self) -> Arrays:
         """Return the mean; afterwards nothing can be added."""
         self._add_waiting()
@@ -52,16 +51,13 @@ class MeanReducer:
         self._waiting = []
 
 
-class PlainClassMeans:
+class PlainClassMeans(Reducer):
     """Means of single classes: a running sum in float64 in the order of the replies, and one division."""
 
     def __init__(self, spec: ClassMean, shape: tuple[int, ...]) -> None:
         self.spec = spec
         self._sums, self._weights = np.zeros(shape), np.zeros(shape[0])
         self._owned: dict[int, npt.NDArray[np.int32]] = {}
-
-    def note(self, noted: dict[str, Any]) -> None:
-        """Note nothing: there are no rules."""
 
     def add(self, reply: Reply) -> None:
         """Add the rows of a reply."""
@@ -78,15 +74,12 @@ class PlainClassMeans:
         return ClassMeans(self._sums, seen, self._owned)
 
 
-class PlainRows:
+class PlainRows(Reducer):
     """Rows of single classes as they came."""
 
     def __init__(self, spec: Rows) -> None:
         self.spec = spec
         self._found: list[ClassRows] = []
-
-    def note(self, noted: dict[str, Any]) -> None:
-        """Note nothing: there are no rules."""
 
     def add(self, reply: Reply) -> None:
         """Keep the rows of a reply, in the order of their classes."""
@@ -97,6 +90,46 @@ class PlainRows:
     def result(self) -> list[ClassRows]:
         """Return the rows of all clients."""
         return self._found
+
+
+class PlainTotals(Reducer):
+    """Sums over clients, as replies arrive; with a cap all replies are kept until the last one.
+
+    Parameters
+    ----------
+    cap : most samples behind a client's sums as a multiple of the median; 0 = no limit.
+    """
+
+    def __init__(self, spec: Total, context: ServerContext, cap: float) -> None:
+        self.spec, self.context, self.cap = spec, context, cap
+        self._sums = {name: np.zeros(array.shape) for name, array in spec.arrays(context).items()}
+        self._kept: list[Arrays] = []
+
+    def add(self, reply: Reply) -> None:
+        """Add the sums of a reply."""
+        arrays = under(self.spec.prefix, reply.arrays)
+        if self.cap or self.spec.apart:
+            self._kept.append(arrays)
+        if not self.cap:
+            self._add(arrays)
+
+    def result(self) -> Totals:
+        """Return the sums."""
+        if self.cap:
+            self._kept = self._capped()
+            for arrays in self._kept:
+                self._add(arrays)
+        return Totals(self.spec.read(self.context, self._sums), self._kept)
+
+    def _add(self, arrays: Arrays) -> None:
+        for name, array in arrays.items():
+            self._sums[name] += array
+
+    def _capped(self) -> list[Arrays]:
+        if self.spec.samples:
+            return capped_sums(self._kept, [self.spec.samples(arrays) for arrays in self._kept], self.cap)
+        # A loss has no bound of its own: one client's could exclude any factor.
+        return [{"loss": loss} for loss in capped_losses([arrays["loss"] for arrays in self._kept], self.cap)]
 
 
 def weighted_rows(spec: ClassMean, reply: Reply) -> tuple[Labels, Float64, Array]:

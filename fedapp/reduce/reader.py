@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -13,29 +14,33 @@ from fedapp.core.privacy import Privacy
 from fedapp.core.robust import UNGUARDED, count_limit, mean_of
 from fedapp.errors import Impossible
 from fedapp.method import Arrays, Method, Reduction, Reply, ServerContext, ServerState
-from fedapp.reduce.noised import NoisedRows, PooledRows
-from fedapp.reduce.plain import MeanReducer, PlainClassMeans, PlainRows
+from fedapp.reduce.noised import Noised, NoisedTotals, PooledRows, noised
+from fedapp.reduce.plain import MeanReducer, PlainClassMeans, PlainRows, PlainTotals
 from fedapp.reduce.robust import RobustClassMeans, ScreenedRows
-from fedapp.reduce.spec import ClassMean, Each, Mean, Reduced, Reducer, Rows
+from fedapp.reduce.spec import ClassMean, Each, Mean, Reduced, Reducer, Rows, Total
 from fedapp.settings import RobustnessSettings
 
-Formed: TypeAlias = Mean | ClassMean | Rows | NoisedRows
-"""Reductions that know the form of a reply."""
 USUAL: Mapping[str, Reduction] = {"model": Mean()}
 """Reductions of an exchange for which a method declares none."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a run does with all replies, whatever the method.
+    """The treatment of replies in a run, the same for all methods.
 
     Attributes
     ----------
-    robust : against clients that lie.   privacy : what the run states of what leaves its clients, or None.
+    robust : settings against clients that lie.   privacy : mechanism of a run with noise, or None.
+    share : gives the share of the sum's noise that each client added in the last exchange (1: its own).
     """
 
     robust: RobustnessSettings = UNGUARDED
     privacy: Privacy | None = None
+    share: Callable[[], float] = lambda: 1.0
+
+    def noise(self) -> float:
+        """Return the deviation of one client's noise, as a multiple of the sensitivity."""
+        return self.privacy.noise * math.sqrt(self.share()) if self.privacy else 0.0
 
     def believed(self, replies: Iterable[Reply], counts: Sequence[float]) -> Iterable[Reply]:
         """Return replies, none with more samples than `count_cap` times the median of `counts`."""
@@ -53,20 +58,19 @@ class Reader:
 
     Parameters
     ----------
-    context : what the strategy knows.   policy : what the run does with all replies.
+    context : of the strategy.   policy : of the run.
     """
 
     def __init__(self, method: Method, hparams: Any, context: ServerContext, policy: Policy) -> None:
         self.context, self.policy = context, policy
         self.reductions = {
-            exchange: {name: self._noised(reduction) for name, reduction in found.items()}
+            exchange: {n: r if policy.privacy is None else noised(r) for n, r in found.items()}
             for exchange, found in method.reductions(hparams).items()
         }
 
-    def _noised(self, reduction: Reduction) -> Reduction:
-        """Return the form with noise of a reduction, where the run asks for it and there is one."""
-        private = self.policy.privacy is not None and isinstance(reduction, Rows) and reduction.noised
-        return NoisedRows(reduction) if private and isinstance(reduction, Rows) else reduction
+    def noised(self, exchange: str) -> Noised | None:
+        """Return the reduction of an exchange that has noise, or None."""
+        return next((r for r in self.reductions.get(exchange, {}).values() if isinstance(r, Noised)), None)
 
     def reduce(self, exchange: str, replies: Iterable[Reply], state: ServerState) -> Reduced:
         """Return the replies to an exchange, to be reduced as they arrive."""
@@ -80,8 +84,11 @@ class Reader:
         if isinstance(reduction, ClassMean):
             of = reduction.of(self.context, state)
             return RobustClassMeans(reduction, of, robust) if robust.active else PlainClassMeans(reduction, of.shape)
-        if isinstance(reduction, NoisedRows):
-            return PooledRows(reduction, self.context, robust.count_cap)
+        if isinstance(reduction, Noised):
+            form = PooledRows if isinstance(reduction.plain, Rows) else NoisedTotals
+            return form(reduction, self.context, robust.count_cap, self.policy.noise)
+        if isinstance(reduction, Total):
+            return PlainTotals(reduction, self.context, robust.count_cap)
         if isinstance(reduction, Rows):
             return ScreenedRows(reduction) if robust.rules else PlainRows(reduction)
         assert isinstance(reduction, Mean)
@@ -93,29 +100,23 @@ class Reader:
         forms = self._forms(exchange, state)
         return None if forms is None else {name: a for _, form in forms for name, a in form.items()}
 
-    def _forms(self, exchange: str, state: ServerState) -> list[tuple[Formed, Arrays]] | None:
+    def _forms(self, exchange: str, state: ServerState) -> list[tuple[Reduction, Arrays]] | None:
         """Return each reduction of an exchange with its form; None where the method alone knows one."""
-        found: list[tuple[Formed, Arrays]] = []
-        for reduction in self.reductions.get(exchange, {"": Each()}).values():
-            if not isinstance(reduction, Formed):
-                return None
-            form = reduction.form(self.context, state)
-            if form is None:
-                return None
-            found.append((reduction, form))
-        return found
+        reductions = self.reductions.get(exchange, {"": Each()}).values()
+        found = [(r, form) for r in reductions if (form := r.form(self.context, state)) is not None]
+        return found if len(found) == len(reductions) else None
 
     def checker(self, exchange: str, state: ServerState) -> Callable[[Reply], str | None]:
         """Return a function that returns why a reply does not have the form that the server reduces, or None."""
         forms, model = self._forms(exchange, state), self.context.initial.keys()
         if forms is None:
             return lambda reply: None
-        known = {name for r, form in forms for name in (*form, *(r.beside if isinstance(r, Rows) else ()))}
+        known = {name for r, form in forms for name in (*form, *(r.further if isinstance(r, Rows) else ()))}
 
         def problem(reply: Reply) -> str | None:
             if extra := reply.arrays.keys() - known - model:
                 return Impossible(f"'{min(extra)}' was not asked for")
-            return next((p for r, form in forms if (p := r.problem(reply.arrays, form, reply.num_samples))), None)
+            return next((p for r, form in forms if (p := r.problem(self.context, reply, form))), None)
 
         return problem
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 from fedapp.core.robust import class_means, screened_lars
 from fedapp.method import Array, Reply
 from fedapp.reduce.plain import Labels, PlainRows, note_owner, weighted_rows
-from fedapp.reduce.spec import ClassMean, ClassMeans, ClassRows, Float64, Rows, note_weaker
+from fedapp.reduce.spec import ClassMean, ClassMeans, ClassRows, Float64, Reducer, Rows, note_weaker
 from fedapp.settings import RobustnessSettings
 
 
-class RobustClassMeans:
+class RobustClassMeans(Reducer):
     """Means of single classes by the run's rules, class by class over its senders.
 
     Parameters

@@ -1,11 +1,12 @@
 """The kinds of reduction that a method declares, and the object from which its server reads them.
 
-`Method.reduces` names for each exchange (`train` or `query.<kind>`) what the server makes of the arrays of all replies:
+`Method.reduces` names the reductions of each exchange (`train` or `query.<kind>`):
 
 =============  =================================================================
 ``Mean``       the mean of named arrays, weighted by n_k or uniform
 ``ClassMean``  for each class the mean over the clients that have it
 ``Rows``       one row for each class of a client, client by client
+``Total``      the sum of arrays that are sums over a client's samples
 ``Each``       the arrays of each client by themselves
 =============  =================================================================
 
@@ -19,13 +20,16 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fedapp.core.averages import RunningMean
 from fedapp.core.classmeans import problem_of
+from fedapp.core.masks import rounding
+from fedapp.core.names import under
+from fedapp.core.privacy import Squares
 from fedapp.core.robust import RobustMean, weaker
 from fedapp.errors import Impossible
 from fedapp.method import Array, Arrays, Reduction, Reply, ServerContext, ServerState, Sums
@@ -80,9 +84,9 @@ class Mean(Reduction):
         """Return the arrays of `of`; None where replies have another form."""
         return None if self.read else self.of(context, state)
 
-    def problem(self, arrays: Arrays, form: Arrays, num_samples: int) -> str | None:
+    def problem(self, context: ServerContext, reply: Reply, form: Arrays) -> str | None:
         """Return why arrays do not have the names, shapes and kinds of numbers of others, or None."""
-        return form_problem(arrays, form)
+        return form_problem(reply.arrays, form)
 
     @property
     def sums(self) -> Sums | None:
@@ -124,8 +128,9 @@ class ClassMean(Reduction):
         whole = dict.fromkeys((LABELS, self.counts) if self.counts else (LABELS,), np.zeros(shape[0], np.int32))
         return {self.rows: np.zeros(shape, np.float32), **whole}
 
-    def problem(self, arrays: Arrays, form: Arrays, num_samples: int) -> str | None:
+    def problem(self, context: ServerContext, reply: Reply, form: Arrays) -> str | None:
         """Return why arrays are not one row for each of some classes, with counts where these are sent, or None."""
+        arrays = reply.arrays
         if self.summed:
             return form_problem(arrays, form)
         if missing := form.keys() - arrays.keys():
@@ -137,13 +142,13 @@ class ClassMean(Reduction):
             return problem
         if counts.shape != labels.shape or counts.dtype.kind not in "iu" or (counts < 1).any():
             return "counts must hold one positive whole number per class"
-        if counts.sum() > num_samples:
-            return f"counts of {counts.sum()} samples from a client of {num_samples}"
+        if counts.sum() > reply.num_samples:
+            return f"counts of {counts.sum()} samples from a client of {reply.num_samples}"
         return None
 
     @property
     def sums(self) -> Sums | None:
-        """Rows add up class by class, unless the server must know whose they are."""
+        """Rows add up class by class, unless the server must know the classes of each client."""
         if self.named:
             return None
         return Sums("", totals=(self.rows, self.counts)) if self.summed else Sums("", rows=self.rows)
@@ -162,14 +167,14 @@ class Rows(Reduction):
     ----------
     rows : name of the array (S, d).
     outputs : whether rows are outputs of a model, (S, C), and not representations.
-    beside : names of further arrays of a reply, which the method checks.
+    further : names of other arrays of a reply, which the method checks.
     noised : prefix of noised counts and sums of all classes, which a reply holds instead in a run with `dp = example`;
         empty = there is no such form.
     """
 
     rows: str
     outputs: bool = False
-    beside: tuple[str, ...] = ()
+    further: tuple[str, ...] = ()
     noised: str = ""
 
     def form(self, context: ServerContext, state: ServerState) -> Arrays:
@@ -177,10 +182,61 @@ class Rows(Reduction):
         classes, width = context.num_classes, context.num_classes if self.outputs else context.width
         return {self.rows: np.zeros((classes, width), np.float32), LABELS: np.zeros(classes, np.int32)}
 
-    def problem(self, arrays: Arrays, form: Arrays, num_samples: int) -> str | None:
+    def problem(self, context: ServerContext, reply: Reply, form: Arrays) -> str | None:
         """Return why arrays are not one row for each of some classes, or None."""
         classes, width = form[self.rows].shape
-        return problem_of(arrays.get(self.rows), arrays.get(LABELS), width, classes)
+        return problem_of(reply.arrays.get(self.rows), reply.arrays.get(LABELS), width, classes)
+
+
+@dataclass(frozen=True)
+class Total(Reduction):
+    """The sum over clients of arrays that are sums over their samples.
+
+    Attributes
+    ----------
+    prefix : beginning of the names of these arrays in a reply; functions get them without it.
+    arrays : gives the arrays of a client without samples.
+    check : `check(context, arrays, lost)` returns why arrays cannot be such sums; each number may have been rounded by
+        at most `lost`.
+    samples : gives the number of samples behind sums. Where it is missing the arrays are losses, of which the first is
+        that of the smallest factor (`core.sums.capped_losses`).
+    read : decodes the sum over all clients.
+    apart : whether the server needs each client's own as well.
+    moments : which second moments the form with noise has, see `core.privacy.Joint`; None = there is no such form.
+    remade : gives the result of `read` from noised counts, sums and second moments of all clients.
+    """
+
+    prefix: str
+    arrays: Callable[[ServerContext], Arrays]
+    check: Callable[[ServerContext, Arrays, float], str | None]
+    samples: Callable[[Arrays], float] | None = None
+    read: Callable[[ServerContext, Arrays], Arrays] = lambda context, arrays: arrays
+    apart: bool = False
+    moments: Squares | None = None
+    remade: Callable[[Float64, Float64, Float64 | None], Arrays] | None = None
+
+    def form(self, context: ServerContext, state: ServerState) -> Arrays:
+        """Return a reply of a client without samples."""
+        return {self.prefix + name: array for name, array in self.arrays(context).items()}
+
+    def problem(self, context: ServerContext, reply: Reply, form: Arrays) -> str | None:
+        """Return why arrays cannot be sums over so many samples, or None."""
+        arrays = under(self.prefix, reply.arrays)
+        problem = self.check(context, arrays, rounding(len(reply.members)))
+        found = self.samples(arrays) if self.samples and not problem else 0
+        if found > reply.num_samples:
+            return Impossible(f"sums of {found:g} samples from a client of {reply.num_samples}")
+        return problem
+
+    @property
+    def sums(self) -> Sums | None:
+        """Sums add up, unless the server needs each client's own."""
+        return None if self.apart else Sums("", totals=(self.prefix,))
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """A cap on the samples behind a client's sums."""
+        return ("count-cap",)
 
 
 @dataclass(frozen=True)
@@ -216,6 +272,14 @@ class ClassMeans:
 
 
 @dataclass
+class Totals:
+    """The sum over all clients, and each client's arrays where the server needs them."""
+
+    sums: Arrays
+    parts: list[Arrays]
+
+
+@dataclass
 class ClassRows:
     """The rows of one client.
 
@@ -229,24 +293,26 @@ class ClassRows:
     rows: Float64
 
 
-class Reducer(Protocol):
+class Reducer:
     """Takes the replies of an exchange one at a time."""
 
     def add(self, reply: Reply) -> None:
         """Take a reply."""
+        raise NotImplementedError
 
     def result(self) -> Any:
         """Return the reduction of all replies that were added."""
+        raise NotImplementedError
 
     def note(self, noted: dict[str, Any]) -> None:
-        """Add to an entry of the state what a robust form did with the replies."""
+        """Add a record of robust rules to an entry of the state; without rules there is none."""
 
 
 class Reduced:
     """The replies to one exchange, reduced as they arrive in the order of the client ids.
 
-    A reply passes through all reductions once and is then dropped. Whatever a server reads first, the others have seen
-    the same replies.
+    A reply passes through all reductions once and is then dropped. So all of them see the same replies, and the server
+    may read them in any order.
     """
 
     def __init__(
@@ -263,7 +329,7 @@ class Reduced:
         self._results: dict[str, Any] = {}
 
     def each(self) -> Iterator[Reply]:
-        """Yield the replies as they arrive, for what no reduction names."""
+        """Yield the replies as they arrive, with all arrays."""
         for reply in self._replies:
             for reducer in self._reducers.values():
                 reducer.add(reply)
@@ -296,12 +362,17 @@ class Reduced:
 
         Parameters
         ----------
-        previous : what the clients were sent.   group : number of the group of clients, None for all.
+        previous : the model that the clients were sent.   group : number of the group of clients, None for all.
         """
         mean = self._mean(previous)
         if group is not None:
             self._groups[group] = mean
         return mean
+
+    def totals(self, name: str) -> Totals:
+        """Return the sums `name` over all clients; zeros without replies."""
+        found: Totals = self._result(name)
+        return found
 
     def rows(self, name: str) -> list[ClassRows]:
         """Return the rows `name` of all clients."""
@@ -309,7 +380,7 @@ class Reduced:
         return found
 
     def noted(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what robust forms did so far, for the state.
+        """Return the record of robust rules so far, for the state.
 
         Parameters
         ----------
