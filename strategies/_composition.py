@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from clients.posthoc import Untrained
 from fedapp.core import heads, names
-from fedapp.core.sums import capped_sums
 from fedapp.errors import BadRequest, hyperparameters, named_values
 from fedapp.method import (
     ALL,
@@ -259,24 +258,6 @@ class PostHoc(FedStrategy):
         if found and found["after"] is None:
             found |= {"before": before, "after": mean_accuracy(final.values()), "score": "received, mean over clients"}
         return {**super().report(state, final), "calibration": found}
-
-    def answers_to(self, query: Query, kind: str, payload: Payload) -> Iterator[tuple[Reply, Arrays]]:
-        """Query all clients; yield each reply without its arrays, and the arrays by their names without the prefix."""
-        for reply in query(kind, payload):
-            yield dataclasses.replace(reply, arrays={}), names.under(self.answers[kind], reply.arrays)
-
-    def believed(
-        self, answers: Iterable[tuple[Reply, Arrays]], samples: Callable[[Arrays], float]
-    ) -> Iterator[tuple[Reply, Arrays]]:
-        """Yield answers that are sums over `samples`, as they arrive; with `count-cap` all at last, and none of more
-        samples than it believes.
-        """
-        if not self.robust.count_cap:
-            yield from answers
-            return
-        kept = list(answers)
-        sums = capped_sums([a for _, a in kept], [samples(a) for _, a in kept], self.robust.count_cap)
-        yield from zip((reply for reply, _ in kept), sums, strict=True)
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Say what is wrong with a reply; the base method checks those that do not answer a query of this method."""

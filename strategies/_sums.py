@@ -105,7 +105,7 @@ def class_sums(squares: bool, apart: bool) -> Total:
     moments: privacy.Squares = "all" if squares else "none"
     return Total(
         SUMS, arrays, check, lambda arrays: float(arrays["b"][:, -1].sum()), read, apart,
-        None if apart else moments, _remade,
+        moments=None if apart else moments, remade=_remade,
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from fedapp.transport.client_manager import ClientManager
 from reproduction.figures.models import global_model
 from strategies.ccvr import CCVR, retrain
 from tests import handmade
-from tests.handmade import deterministic, guard
+from tests.handmade import deterministic, guard, refusal
 from tests.matrix import methods
 
 W, B = "head.weight", "head.bias"
@@ -122,7 +122,7 @@ def asker(strategy: CCVR, data: Data, order: list[int] | None = None) -> Callabl
                 {"received-correct": 1, "received-total": 2},
                 kind=f"query.{kind}",
             )
-            assert strategy.check({}, reply) is None
+            assert strategy.checker({}, reply.kind)(reply) is None
             replies.append(reply)
         return replies
 
@@ -945,21 +945,21 @@ def test_a_bad_answer_is_dropped_with_its_reason(change: Callable[[Arrays], Any]
     strategy, _ = server("")
     found = gaussian.to_arrays(gaussian.moments(np.array(CLIENTS[0][0], float), np.array(CLIENTS[0][1]), 3))
     arrays = {f"statistics/{n}": a for n, a in found.items()}
-    assert strategy.check({}, Reply(0, 5, dict(arrays), {}, kind="query.statistics")) is None
+    assert refusal(strategy, {}, Reply(0, 5, dict(arrays), {}, kind="query.statistics")) is None
     change(arrays)
-    assert message in (strategy.check({}, Reply(0, 5, arrays, {}, kind="query.statistics")) or "")
+    assert message in (refusal(strategy, {}, Reply(0, 5, arrays, {}, kind="query.statistics")) or "")
 
 
 def test_statistics_that_nobody_asked_for_are_dropped() -> None:
-    strategy, state = server("")
+    strategy, state = server("oracle=true")
     model = dict(state["model"])
-    assert strategy.check({}, Reply(0, 5, model, {})) is None
+    assert refusal(strategy, state, Reply(0, 5, model, {})) is None
     extra = {**model, "statistics/mean": np.zeros((1, 2))}
-    assert strategy.check({}, Reply(0, 5, extra, {})) == "'statistics/mean' was not asked for"
+    assert refusal(strategy, state, Reply(0, 5, extra, {})) == "'statistics/mean' was not asked for"
     bad = {"features/z": np.zeros((2, 2), np.float32), "features/label": np.array([0, 3])}
-    assert strategy.check({}, Reply(0, 2, bad, {}, kind="query.features")) == "labels must lie in 0..2"
+    assert refusal(strategy, {}, Reply(0, 2, bad, {}, kind="query.features")) == "labels must lie in 0..2"
     half = Reply(0, 2, {"features/z": bad["features/z"]}, {}, kind="query.features")
-    assert "features must be" in (strategy.check({}, half) or "")
+    assert "features must be" in (refusal(strategy, {}, half) or "")
 
 
 def test_a_run_result_names_what_it_did(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from strategies._sums import HeadFromSums
 from strategies.ccvr import CCVR
 from strategies.fedgh import NOISED
 from tests import closedform, test_ccvr, test_fedgh, test_fedghg
-from tests.handmade import guard
+from tests.handmade import guard, refusal
 from tests.liars import change_arrays, federate
 
 HEADS = ("fed3r", "fedncm", "lda", "fedcof")
@@ -152,7 +152,7 @@ def ccvr(args: str, factor: float, cap: float) -> Any:
         sums_of = {f"{STATISTICS}{n}" for n in ("count", "sum", "square")}
         grown = {n: (a * factor).astype(a.dtype) if n in sums_of else a for n, a in first.arrays.items()}
         first = replace(first, num_samples=int(first.num_samples * factor), arrays=grown)
-        assert strategy.check(state, first) is None
+        assert refusal(strategy, state, first) is None
         return [first, *others]
 
     return strategy.statistics(state["model"], lying)[1]

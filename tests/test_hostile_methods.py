@@ -84,15 +84,15 @@ def test_a_methods_own_check_has_grades(what: str) -> None:
 
 def test_honest_statistics_pass_and_a_second_answer_must_be_like_the_first() -> None:
     calibrated = strategy("ccvr")
-    assert calibrated.check({}, reply(Q, **statistics())) is None
+    assert refusal(calibrated, {}, reply(Q, **statistics())) is None
     rounded = statistics(cov=np.where(NEGATIVE < 0, -1e-7, 1.0))
-    assert calibrated.check({}, reply(Q, **rounded)) is None, "half precision may take 0 below 0"
+    assert refusal(calibrated, {}, reply(Q, **rounded)) is None, "half precision may take 0 below 0"
     sums = strategy("ccvr", "cov=sums")
     count, total, square = np.full(C, 2), np.ones((C, D)), np.ones((C, D * (D + 1) // 2))
     second = reply(Q, statistics__count=count, statistics__sum=total, statistics__square=square)
-    assert sums.check({}, second) is None
+    assert refusal(sums, {}, second) is None
     sums.counted = {1: np.full(C, 1)}
-    assert "not those of its first answer" in str(sums.check({}, second))
+    assert "not those of its first answer" in str(refusal(sums, {}, second))
 
 
 # ---- registration: the majority ------------------------------------------------------------------------------------

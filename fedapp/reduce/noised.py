@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from fedapp.core.gaussian import unpack
+from fedapp.core.gaussian import ClassMoments, MomentsPool, pack, unpack
 from fedapp.core.names import under
 from fedapp.core.privacy import Joint, Squares, projected
 from fedapp.core.sums import capped_sums
 from fedapp.method import Arrays, Reduction, Reply, ServerContext, ServerState
-from fedapp.reduce.spec import LABELS, ClassRows, Float64, Reducer, Rows, Total, Totals
+from fedapp.reduce.spec import LABELS, ClassRows, Float64, Gaussians, Reducer, Rows, Total, Totals
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Noised(Reduction):
     moments : which second moments, see `Joint`.
     """
 
-    plain: Rows | Total
+    plain: Rows | Total | Gaussians
     prefix: str
     moments: Squares = "none"
 
@@ -50,6 +50,8 @@ def noised(reduction: Reduction) -> Reduction:
         return Noised(reduction, reduction.noised)
     if isinstance(reduction, Total) and reduction.moments is not None:
         return Noised(reduction, reduction.prefix, reduction.moments)
+    if isinstance(reduction, Gaussians):
+        return Noised(reduction, reduction.prefix, "classes")
     return reduction
 
 
@@ -90,8 +92,9 @@ class NoisedSums(Reducer):
         for arrays in capped_sums(self._kept, [self.joint.length(a) for a in self._kept], self.cap):
             self._add(arrays)
         total, square, floor, d = self._total, None, 0.0, self.joint.width
-        if self.spec.moments == "all":
+        if self.spec.moments != "none":
             square = unpack(total["square"], d)
+        if self.spec.moments == "all":
             clients = sum(len(reply.singles) for reply in self._replies)
             floor = self.joint.deviations(self.noise())["square"] * float(np.sqrt(clients * d))
         return projected(total["count"], total["sum"], square, floor=floor)
@@ -125,3 +128,23 @@ class NoisedTotals(NoisedSums):
         if not self._replies:
             return Totals(plain.read(self.context, plain.arrays(self.context)), [])
         return Totals(plain.remade(*self.projected()), [])
+
+
+class NoisedMoments(NoisedSums):
+    """Gaussians from noised statistics: whole numbers of samples, with the means that belong to the others."""
+
+    def result(self) -> ClassMoments:
+        """Return the pooled Gaussians."""
+        count, total, square = self.projected()
+        assert square is not None
+        whole = np.rint(count)
+        ratio = (whole / count)[:, None]
+        pool = MomentsPool(self.joint.classes, self.joint.width, "sums")
+        pool.add({"count": whole.astype(np.int64), "sum": total * ratio, "square": pack(square) * ratio})
+        return pool.moments()
+
+
+NOISED_FORMS: dict[type[Reduction], type[NoisedSums]] = {
+    Rows: PooledRows, Total: NoisedTotals, Gaussians: NoisedMoments,
+}  # fmt: skip
+"""Form with noise of each kind."""

@@ -9,11 +9,24 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.core.averages import RunningMean
+from fedapp.core.gaussian import ClassMoments, MomentsPool
 from fedapp.core.names import under
-from fedapp.core.robust import RobustMean
+from fedapp.core.robust import RobustMean, capped_statistics
 from fedapp.core.sums import capped_losses, capped_sums
-from fedapp.method import Array, Arrays, Reply, ServerContext
-from fedapp.reduce.spec import LABELS, ClassMean, ClassMeans, ClassRows, Float64, Mean, Reducer, Rows, Total, Totals
+from fedapp.method import Array, Arrays, Reply, ServerContext, ServerState
+from fedapp.reduce.spec import (
+    LABELS,
+    ClassMean,
+    ClassMeans,
+    ClassRows,
+    Float64,
+    Gaussians,
+    Mean,
+    Reducer,
+    Rows,
+    Total,
+    Totals,
+)
 
 Labels: TypeAlias = npt.NDArray[np.integer[Any]]
 
@@ -130,6 +143,38 @@ class PlainTotals(Reducer):
             return capped_sums(self._kept, [self.spec.samples(arrays) for arrays in self._kept], self.cap)
         # A loss has no bound of its own: one client's could exclude any factor.
         return [{"loss": loss} for loss in capped_losses([arrays["loss"] for arrays in self._kept], self.cap)]
+
+
+class PlainMoments(Reducer):
+    """Gaussians of all clients, pooled as replies arrive; with a cap all replies are kept until the last one.
+
+    Parameters
+    ----------
+    cap : most samples of a client as a multiple of the median; 0 = no limit.
+    """
+
+    def __init__(self, spec: Gaussians, context: ServerContext, state: ServerState, cap: float = 0.0) -> None:
+        self.spec, self.context, self.cap = spec, context, cap
+        self._centres = state.get(spec.centres)
+        self._kept: list[Arrays] = []
+        self._pool = self._empty()
+
+    def add(self, reply: Reply) -> None:
+        """Add the statistics of a reply."""
+        arrays = under(self.spec.prefix, reply.arrays)
+        if self.cap:
+            self._kept.append(arrays)
+        else:
+            self._pool.add(arrays)
+
+    def result(self) -> ClassMoments:
+        """Return the pooled Gaussians."""
+        for arrays in capped_statistics(self._kept, self.cap):
+            self._pool.add(arrays)
+        return self._pool.moments()
+
+    def _empty(self) -> MomentsPool:
+        return MomentsPool(self.context.num_classes, self.context.width, self.spec.cov, self._centres)
 
 
 def weighted_rows(spec: ClassMean, reply: Reply) -> tuple[Labels, Float64, Array]:

@@ -14,10 +14,11 @@ from fedapp.core.privacy import Privacy
 from fedapp.core.robust import UNGUARDED, count_limit, mean_of
 from fedapp.errors import Impossible
 from fedapp.method import Arrays, Method, Reduction, Reply, ServerContext, ServerState
-from fedapp.reduce.noised import Noised, NoisedTotals, PooledRows, noised
-from fedapp.reduce.plain import MeanReducer, PlainClassMeans, PlainRows, PlainTotals
+from fedapp.reduce.noised import NOISED_FORMS, Noised, noised
+from fedapp.reduce.plain import MeanReducer, PlainClassMeans, PlainMoments, PlainRows, PlainTotals
 from fedapp.reduce.robust import RobustClassMeans, ScreenedRows
-from fedapp.reduce.spec import ClassMean, Each, Mean, Reduced, Reducer, Rows, Total
+from fedapp.reduce.rules_ccvr import ScreenedMoments
+from fedapp.reduce.spec import ClassMean, Each, Gaussians, Mean, Reduced, Reducer, Rows, Total
 from fedapp.settings import RobustnessSettings
 
 USUAL: Mapping[str, Reduction] = {"model": Mean()}
@@ -72,6 +73,10 @@ class Reader:
         """Return the reduction of an exchange that has noise, or None."""
         return next((r for r in self.reductions.get(exchange, {}).values() if isinstance(r, Noised)), None)
 
+    def needless(self, exchange: str) -> bool:
+        """Return whether a run with noise leaves an exchange out, since its arrays have no form with noise."""
+        return self.policy.privacy is not None and self.noised(exchange) is None
+
     def reduce(self, exchange: str, replies: Iterable[Reply], state: ServerState) -> Reduced:
         """Return the replies to an exchange, to be reduced as they arrive."""
         found = self.reductions.get(exchange, USUAL)
@@ -85,10 +90,14 @@ class Reader:
             of = reduction.of(self.context, state)
             return RobustClassMeans(reduction, of, robust) if robust.active else PlainClassMeans(reduction, of.shape)
         if isinstance(reduction, Noised):
-            form = PooledRows if isinstance(reduction.plain, Rows) else NoisedTotals
+            form = NOISED_FORMS[type(reduction.plain)]
             return form(reduction, self.context, robust.count_cap, self.policy.noise)
+        if isinstance(reduction, Gaussians) and robust.rules and reduction.cov != "sums":
+            return ScreenedMoments(reduction, self.context, state)
+        if isinstance(reduction, Gaussians):
+            return PlainMoments(reduction, self.context, state, robust.count_cap)
         if isinstance(reduction, Total):
-            return PlainTotals(reduction, self.context, robust.count_cap)
+            return PlainTotals(reduction, self.context, robust.count_cap if reduction.capped else 0.0)
         if isinstance(reduction, Rows):
             return ScreenedRows(reduction) if robust.rules else PlainRows(reduction)
         assert isinstance(reduction, Mean)
@@ -111,10 +120,11 @@ class Reader:
         forms, model = self._forms(exchange, state), self.context.initial.keys()
         if forms is None:
             return lambda reply: None
+        prefixes = tuple(r.prefix for r, _ in forms if isinstance(r, Gaussians))
         known = {name for r, form in forms for name in (*form, *(r.further if isinstance(r, Rows) else ()))}
 
         def problem(reply: Reply) -> str | None:
-            if extra := reply.arrays.keys() - known - model:
+            if extra := [n for n in reply.arrays.keys() - known - model if not n.startswith(prefixes)]:
                 return Impossible(f"'{min(extra)}' was not asked for")
             return next((p for r, form in forms if (p := r.problem(self.context, reply, form))), None)
 

@@ -7,6 +7,7 @@
 ``ClassMean``  for each class the mean over the clients that have it
 ``Rows``       one row for each class of a client, client by client
 ``Total``      the sum of arrays that are sums over a client's samples
+``Gaussians``  counts, means and covariances of classes, pooled over clients
 ``Each``       the arrays of each client by themselves
 =============  =================================================================
 
@@ -19,14 +20,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from fedapp.core import gaussian
 from fedapp.core.averages import RunningMean
 from fedapp.core.classmeans import problem_of
+from fedapp.core.gaussian import ClassMoments
 from fedapp.core.masks import rounding
 from fedapp.core.names import under
 from fedapp.core.privacy import Squares
@@ -201,7 +204,7 @@ class Total(Reduction):
     samples : gives the number of samples behind sums. Where it is missing the arrays are losses, of which the first is
         that of the smallest factor (`core.sums.capped_losses`).
     read : decodes the sum over all clients.
-    apart : whether the server needs each client's own as well.
+    apart : whether the server needs each client's own as well.   capped : whether `count-cap` bounds them.
     moments : which second moments the form with noise has, see `core.privacy.Joint`; None = there is no such form.
     remade : gives the result of `read` from noised counts, sums and second moments of all clients.
     """
@@ -212,6 +215,7 @@ class Total(Reduction):
     samples: Callable[[Arrays], float] | None = None
     read: Callable[[ServerContext, Arrays], Arrays] = lambda context, arrays: arrays
     apart: bool = False
+    capped: bool = True
     moments: Squares | None = None
     remade: Callable[[Float64, Float64, Float64 | None], Arrays] | None = None
 
@@ -236,7 +240,48 @@ class Total(Reduction):
     @property
     def guards(self) -> tuple[str, ...]:
         """A cap on the samples behind a client's sums."""
-        return ("count-cap",)
+        return ("count-cap",) if self.capped else ()
+
+
+@dataclass(frozen=True)
+class Gaussians(Reduction):
+    """Counts, means and covariances of single classes, pooled over clients (Eq. 3 and 4 of CCVR).
+
+    Attributes
+    ----------
+    prefix : beginning of the names of these arrays in a reply.   cov : their form, see `core.gaussian.to_arrays`.
+    centres : entry of the state with the class means (C, d) that the sums of the form `sums` are around.
+    """
+
+    prefix: str
+    cov: gaussian.Mode
+    centres: str = ""
+
+    def form(self, context: ServerContext, state: ServerState) -> Arrays:
+        """Return the sums of a client without samples; other forms have as many rows as the client has classes."""
+        c, d = context.num_classes, context.width
+        if self.cov != "sums":
+            return {}
+        sums = {"count": np.zeros(c, np.int64), "sum": np.zeros((c, d)), "square": np.zeros((c, d * (d + 1) // 2))}
+        return {self.prefix + name: array for name, array in sums.items()}
+
+    def problem(self, context: ServerContext, reply: Reply, form: Arrays) -> str | None:
+        """Return why arrays cannot be statistics of so many samples, or None."""
+        arrays = under(self.prefix, reply.arrays)
+        problem = gaussian.problem_of(arrays, self.cov, context.num_classes, context.width)
+        if problem is None and arrays["count"].sum() > reply.num_samples:
+            return f"statistics of {arrays['count'].sum()} samples from a client of {reply.num_samples}"
+        return problem
+
+    @property
+    def sums(self) -> Sums | None:
+        """Only sums add up."""
+        return Sums("", totals=(self.prefix,)) if self.cov == "sums" else None
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """A screening of class means, which sums over all samples do not show, and a cap on counts."""
+        return ("count-cap",) if self.cov == "sums" else ("own", "count-cap")
 
 
 @dataclass(frozen=True)
@@ -280,6 +325,20 @@ class Totals:
 
 
 @dataclass
+class Audit:
+    """A look at robust statistics.
+
+    Attributes
+    ----------
+    screened : numbers of statistics that were bounded or left out; empty where there is no screening.
+    pulls : clients without whom a fit moves far, with the move as a multiple of the median one.
+    """
+
+    screened: dict[str, int] = field(default_factory=dict)
+    pulls: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass
 class ClassRows:
     """The rows of one client.
 
@@ -306,6 +365,10 @@ class Reducer:
 
     def note(self, noted: dict[str, Any]) -> None:
         """Add a record of robust rules to an entry of the state; without rules there is none."""
+
+    def audit(self, fit: Callable[[ClassMoments], Arrays], whole: Arrays) -> Audit:
+        """Return the effect of single clients, see `Reduced.audit`."""
+        return Audit()
 
 
 class Reduced:
@@ -378,6 +441,21 @@ class Reduced:
         """Return the rows `name` of all clients."""
         found: list[ClassRows] = self._result(name)
         return found
+
+    def moments(self, name: str) -> ClassMoments:
+        """Return the Gaussians `name`, pooled over clients."""
+        found: ClassMoments = self._result(name)
+        return found
+
+    def audit(self, name: str, fit: Callable[[ClassMoments], Arrays], whole: Arrays) -> Audit:
+        """Return the effect of single clients on a fit to Gaussians; empty in all forms but the screened one.
+
+        Parameters
+        ----------
+        fit : makes arrays of statistics.   whole : the same of the statistics of all clients.
+        """
+        self._result(name)
+        return self._reducers[name].audit(fit, whole)
 
     def noted(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of robust rules so far, for the state.
