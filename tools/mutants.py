@@ -67,6 +67,7 @@ NAMED = {
     "fedapp/reduce/plain.py": ["tests/test_reduce.py", "tests/test_fedproto.py"],
     "fedapp/reduce/robust.py": ["tests/test_reduce.py", "tests/test_robust.py"],
     "fedapp/reduce/noised.py": ["tests/test_fedgh.py", "tests/test_count_cap.py", "tests/test_private_runs.py"],
+    "fedapp/reduce/rules_ccvr.py": ["tests/test_ccvr.py"],
     "fedapp/reduce/reader.py": ["tests/test_reduce.py", "tests/test_scaffold.py", "tests/test_count_cap.py"],
     "fedapp/privacy/statistics.py": ["tests/test_private_runs.py"],
     "fedapp/core/masks.py": ["tests/test_core_secure_sum.py"],
