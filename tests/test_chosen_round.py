@@ -13,8 +13,8 @@ from clients.base import FedClient
 from fedapp import config, server_app
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
-from fedapp.experiments import tables
 from fedapp.learning.state import read_safetensors
+from fedapp.results import tables
 from fedapp.results.directory import RunDirectory
 from fedapp.results.runs import RunResult
 from fedapp.transport import checkpoint

@@ -17,11 +17,10 @@ from fedapp import config, registry
 from fedapp.engines import runner
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
-from fedapp.experiments import tables
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Method, Payload, Reply
 from fedapp.models import selection
-from fedapp.results import report
+from fedapp.results import report, tables
 from fedapp.results.runs import UNADJUSTED
 from fedapp.tasks import simulated
 from tests.handmade import deterministic, one_batch_task

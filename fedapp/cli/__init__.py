@@ -420,7 +420,7 @@ def show_results(
 
     echo(answers.screen(Comparison(path, ()), everything))
     if everything:
-        from fedapp.experiments import tables
+        from fedapp.results import tables
 
         tables.print_tables(read_comparison(path))
 
