@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -646,3 +647,18 @@ def test_a_comparison_whose_runs_all_failed_still_says_why(
     assert result.exit_code == 1
     assert "! FedAvg failed (1 of 1 seed): " in result.stdout
     assert "Most often the training diverged" in pd.read_csv(tmp_path / "results.csv")["failed"][0]
+
+
+def test_the_command_of_a_page_makes_the_same_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(compare, "run", lambda *args, **options: called.append((*args, options)) or 0)
+    options = {"methods": "local,fedprox(mu=0.1 lr=0.05)", "partitions": "dirichlet:0.1,iid", "target": 0.9, "seeds": 4}
+    values = {"dataset": "digits", "clients": 7, "final-training": True, "track": ""}
+    words = shlex.split(compare.command_of({**options, "reference": None, "sweep": ""}, values))
+    assert words[:2] == ["fedapp", "compare"]
+    result = CliRunner().invoke(cli.app, words[1:])
+    assert result.exit_code == 0, result.output
+    ((given, methods, seeds, _, _, rest),) = called
+    assert (methods, seeds, rest["target"]) == (options["methods"], 4, 0.9)
+    assert rest["partitions"] == ["dirichlet:0.1", "iid"] and rest["reference"] is None
+    assert {k: given.get(k) for k in values} == values

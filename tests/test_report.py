@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -19,8 +21,11 @@ from typer.testing import CliRunner
 from fedapp import cli
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
-from fedapp.results import report
+from fedapp.experiments import tables
+from fedapp.experiments.jobs import Job, Variant
+from fedapp.results import answers, report
 from fedapp.results.runs import read_comparison, read_run
+from tests import madeup
 
 SMALL: dict[str, Any] = {"dataset": "digits", "clients": 3, "rounds": 2, "local_epochs": 1, "batch_size": 16}
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -101,6 +106,9 @@ def several(folder: Path) -> Path:
     for method in ("local", "fedavg", "cwfedavg"):
         for seed in (0, 1):
             run(**{**SMALL, "method": method, "seed": seed, "out": out / "runs" / f"{method}-s{seed}"})
+    runs = read_comparison(out).runs
+    jobs = [Job(Variant(r.label, r.method), "", r.seed, r.config.replaced(out=str(r.out))) for r in runs if r.config]
+    tables.write(out, jobs, [], "local", None, [], [], "fedapp compare --methods local,fedavg,cwfedavg --seeds 2")
     report.write(out)
     return out
 
@@ -125,18 +133,22 @@ def test_the_page_is_whole_and_loads_nothing(which: str, request: pytest.Fixture
     found = Page(text)
     assert text.startswith("<!doctype html>")
     assert "default-src 'none'" in text
-    assert found.tags["script"] == found.tags["link"] == found.tags["iframe"] == 0
+    assert found.tags["script"] == 1 and found.tags["link"] == found.tags["iframe"] == 0
+    script = re.search("<script>(.*)</script>", text, flags=re.DOTALL)
+    assert script is not None and len(script[1]) < 3500
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in text
     assert [i for i, n in Counter(found.ids).items() if n > 1] == []
     for reference in found.links:
-        assert reference.startswith("#"), reference
-        assert reference[1:] in found.ids, f"{reference} leads nowhere"
+        there = reference[1:] in found.ids if reference.startswith("#") else (path / unquote(reference)).exists()
+        assert there, f"{reference} leads nowhere"
     for resource in found.resources:
         assert resource.startswith("data:image/png;base64,") or resource[1:] in found.ids, resource[:80]
     for reference in re.findall(r"url\(([^)]*)\)", text):
         assert reference.startswith("#")
     assert "@import" not in text
     assert found.unnamed == []
-    assert 2 * found.tags["figure"] == len(re.findall(r'role="img"', text)) >= 14, (
+    assert 2 * found.tags["figure"] == len(re.findall(r'role="img"', text)) >= 10, (
         "one for wide and one for narrow pages"
     )
     assert found.tags["figure"] == text.count('<svg class="narrow"') == text.count('<svg class="wide"')
@@ -178,23 +190,16 @@ def test_methods_have_their_titles_in_all_figures_and_tables(several: Path) -> N
     visible = text[: text.index('<section id="runs"')]
     assert re.findall(r"(?<![\w/-])(?:fedavg|cwfedavg)(?![\w-])", re.sub(r"<[^>]*>", " ", visible)) == []
     assert visible.count("cwFedAvg + WDR") > 10
-    differing = text[text.index('<section id="configuration"') :]
-    assert "cwfedavg" not in re.sub(r"<code>.*?</code>|<[^>]*>", " ", differing[: differing.index("</section>")])
+    differing = text[text.index('<section id="reproduce"') :]
+    assert "cwfedavg" not in re.sub(r"<(code|pre)>.*?</\1>|<[^>]*>", " ", differing, flags=re.DOTALL)
+    assert "fedapp compare --methods local,fedavg,cwfedavg --seeds 2" in differing and "@misc{cwfedavg," in differing
 
 
 def test_the_majority_baseline_stands_once_and_by_name(single: Path, several: Path) -> None:
     data = read_comparison(several)
-    rows = [r for r in page(several).rows if r and r[0] == "guessing the majority class"]
-    by_seed = [r.card["majority_mean"] for r in data.runs if r.method == "local"]
-    text = f"{100 * np.mean(by_seed):.1f} ± {100 * np.std(by_seed, ddof=1):.1f}"
-    head = next(r for r in page(several).rows if r[0] == "accuracy in %")
-    assert len(rows) == 1
-    assert dict(zip(head[1:], rows[0][1:], strict=True)) == {
-        c: text if c in ("trained", "received") else "–" for c in head[1:]
-    }
-    for path in (single, several):
-        charts = re.findall(r'<svg class="wide".*?</svg>', (path / "report.html").read_text(), flags=re.DOTALL)
-        assert sum("guessing each client's majority class" in re.sub("<title.*?</title>", "", c) for c in charts) == 1
+    (row,) = (r for r in page(several).rows if r and r[0] == "guessing the majority class")
+    expected = np.mean([r.card["majority_mean"] for r in data.runs if r.method == "local"])
+    assert row[1] == f"{100 * expected:.1f}" and set(row[2:]) == {"–", ""}
     assert page(single).said.count("Guessing the majority") == 1
 
 
@@ -234,7 +239,7 @@ def test_what_users_name_is_never_markup(single: Path, tmp_path: Path) -> None:
     (path / "summary.json").write_text(json.dumps(summary))
     report.write(path)
     found = page(path)
-    assert found.tags["script"] == 0
+    assert found.tags["script"] == 1
     assert found.tags["img"] == 0
     assert '<script>alert("x")</script>&' in found.said
     assert "<img src=x onerror=alert(1)> & more" in found.said
@@ -281,27 +286,44 @@ def test_a_configuration_of_another_version_still_has_a_page(single: Path, tmp_p
 # ---- what a comparison's page says -----------------------------------------------------------------------------------
 
 
-def test_the_table_is_mean_and_spread_over_seeds(several: Path) -> None:
+def test_the_tables_are_those_of_the_terminal(several: Path) -> None:
     found, data = page(several), read_comparison(several)
-    for method, title in (("local", "Standalone"), ("fedavg", "FedAvg")):
-        scores = [
-            [r.summary["accuracy"][p][n] for r in data.runs if r.method == method]
-            for p, n in (("trained", "last"), ("received", "last"), ("trained", "balanced"), ("received", "balanced"))
-        ]
+    (answer,) = answers.answers_of(data)
+    shown = answers.screen(data, everything=True)
+    assert all(sentence in found.said for sentence in [*answer.sentences(), answer.power()])
+    for method, title in (("fedavg", "FedAvg *"), ("cwfedavg", "cwFedAvg + WDR")):
+        runs = [r for r in data.runs if r.method == method]
         row = next(r for r in found.rows if r and r[0] == title)
-        expected = [f"{100 * np.mean(s):.1f} ± {100 * np.std(s, ddof=1):.1f}" for s in scores]
-        headline = expected[0 if method == "local" else 1]
-        if method == "local":  # receives nothing
-            expected[1] = expected[3] = "–"
-        assert row[1:6] == [headline, *expected]
-        worst = [r.final["trained_accuracy"].min() for r in data.runs if r.method == method]
-        further = [r for r in found.rows if r and r[0] == title][1]
-        assert further[1] == f"{100 * np.mean(worst):.1f} ± {100 * np.std(worst, ddof=1):.1f}"
-    assert "Standalone receives nothing, so it has one score" in found.said
-    assert "standard deviation over 2 seeds, each with a partition of its own." in found.said
-    assert "received: before local training; trained: after local training" in found.said
+        own = f"{100 * np.mean([r.score(r.headline) for r in runs]):.1f}"
+        assert row[1] == own and answers.row_of(answer, method, title)[1:] == row[1:-1]
+        line = next(line for line in shown.splitlines() if line.startswith(title))
+        assert all(cell in line for cell in row[1:4])
+        spread = [r.summary["accuracy"]["trained"]["last"] for r in runs]
+        assert f"{100 * np.mean(spread):.1f} ± {100 * np.std(spread, ddof=1):.1f}" in found.said
+    assert [r[0] for r in found.rows[1:4]] == ["FedAvg *", "cwFedAvg + WDR", "Standalone"], "one order, alone last"
     assert sum(r[0].startswith("runs/") for r in found.rows if r) == 6
-    assert {"curves-accuracy", "traffic", "head-norms", "labels-dots"} <= set(found.ids)
+    ids = {
+        "forest-headline",
+        "clients-alone",
+        "gain-by-rows",
+        "traffic",
+        "curves-difference",
+        "curves-accuracy",
+        "head-norms",
+    }
+    assert ids <= set(found.ids)
+    assert "Recall by the share of a class : the runs kept no confusion matrices" in found.said
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_folder_of_other_runs_has_a_page_without_an_answer(several: Path, tmp_path: Path) -> None:
+    path = copy(several, tmp_path / "by-hand")
+    for file in path.glob("*.csv"):
+        file.unlink()
+    report.write(path)
+    found = page(path)
+    assert "holds no comparison of this version" in found.said
+    assert sum(r[0].startswith("runs/") for r in found.rows if r) == 6
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -314,67 +336,21 @@ def test_other_tables_of_a_comparison_are_shown(several: Path, tmp_path: Path) -
     assert "By hand (1 rows)" in found.said
 
 
-@pytest.mark.usefixtures("no_figures")
-def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) -> None:
-    """Variants of a method are told apart, settings have tables of their own, and its further tables are read."""
-    base = {**SMALL, "rounds": 1, "batch_size": 64, "partition": "dirichlet"}
-    for alpha in (0.3, 2.0):
-        for name, more in (("local", {}), ("fedprox-mu=0.1-lr=0.1", {"method_args": "mu=0.1", "lr": 0.1}),
-                           ("fedprox-mu=0.1-lr=0.2", {"method_args": "mu=0.1", "lr": 0.2})):  # fmt: skip
-            out = tmp_path / "runs" / f"digits-dirichlet-{alpha:g}" / f"{name}-s0"
-            run(**{**base, "method": name.split("-")[0], "alpha": alpha, "out": out, **more})
-            shutil.rmtree(out / "state")
-    head = "method,variant,dataset,partition,alpha,classes_per_client,seed,trained_target,trained_target_rounds,"
-    rows = [
-        f"{m},{v},digits,dirichlet,{a},,0,0.9,{reached}"
-        for a in (0.3, 2.0)
-        for m, v, reached in (
-            ("local", "local", "4,0"), ("fedprox", "fedprox(mu=0.1 lr=0.1)", f"{2 * a},1000000"),
-            ("fedprox", "fedprox(mu=0.1 lr=0.2)", ","),
-        )
+def test_a_method_that_failed_is_in_the_table_and_in_the_plot(tmp_path: Path) -> None:
+    out = madeup.comparison(tmp_path, ["fedavg", "fedprox", "local", "lgfedavg"], failed=["fedprox"])
+    report.write(out)
+    found = page(out)
+    row = next(r for r in found.rows if r and r[0] == "FedProx")
+    assert row[-1] == "failed" and set(row[1:-1]) == {"–"}
+    assert "FedProx failed (3 of 3 seeds): the loss is not finite" in found.said
+    again = "the loss is not finite (the same command again would fail in the same way)"
+    assert [again, ", ".join(f"runs/fedprox-s{seed}" for seed in range(3))] in found.rows
+    text = (out / "report.html").read_text(encoding="utf-8")
+    plot = text[text.index('<figure id="forest-headline"') :]
+    assert ">failed<" in plot[: plot.index("</figure>")]
+    assert [r[0].removesuffix(" *") for r in found.rows[1:6]] == [
+        "FedAvg", "FedProx", "LG-FedAvg", "Standalone", "Standalone again",
     ]  # fmt: skip
-    (tmp_path / "results.csv").write_text("\n".join([head + "trained_target_bytes", *rows]) + "\n")
-    row = "digits,dirichlet,%s,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,%s\n"
-    (tmp_path / "significance.csv").write_text(
-        "dataset,partition,alpha,classes_per_client,measure,variant,reference,seeds,by_seed,mean_difference,low,high,word\n"
-        + row % (0.3, '2,"[0.01, 0.0146]",0.0123,-0.02,0.04,open')
-        + row % (2.0, '3,"[-0.1, -0.2, -0.3]",-0.2,-0.4,-0.05,worse')
-    )
-    found, data = (report.write(tmp_path), page(tmp_path))[1], read_comparison(tmp_path)
-    assert data.labels == ("local", "fedprox(mu=0.1 lr=0.1)", "fedprox(mu=0.1 lr=0.2)")
-    assert {(r.label, r.flat["lr"]) for r in data.runs if r.method == "fedprox"} == {
-        ("fedprox(mu=0.1 lr=0.1)", 0.1), ("fedprox(mu=0.1 lr=0.2)", 0.2),
-    }  # fmt: skip
-    first, second = (i for i, r in enumerate(found.rows) if r[0] == "cost")
-    assert [r[:3] for r in found.rows[first : first + 4]] == [
-        ["cost", "completed rounds to 90.0 %", "traffic of these"],
-        ["Standalone", "4.0", "0 B"],
-        ["FedProx (mu=0.1 lr=0.1)", "0.6", "1.0 MB"],
-        ["FedProx (mu=0.1 lr=0.2)", "never", "–"],
-    ]
-    assert found.rows[second + 2][:3] == ["FedProx (mu=0.1 lr=0.1)", "4.0", "1.0 MB"]
-    assert ["FedProx (mu=0.1 lr=0.1)", "+1.0 and +1.5"] in found.rows
-    assert ["FedProx (mu=0.1 lr=0.1)", "-20.0 (-40.0 to -5.0), worse"] in found.rows
-    assert "Alpha 0.3" in found.said and "Alpha 2.0" in found.said
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_runs_that_failed_are_named_and_not_counted(several: Path, tmp_path: Path) -> None:
-    path = copy(several, tmp_path / "partly")
-    broken = path / "runs" / "fedavg-s1"
-    (broken / "summary.json").write_text(json.dumps({"ok": False, "error": "killed"}))
-    (broken / "error.json").write_text(json.dumps({"message": "killed"}))
-    report.write(path)
-    found, data = page(path), read_comparison(path)
-    assert "1 of 6 runs failed or are not finished" in found.said
-    assert "runs/fedavg-s1: killed" in found.said
-    only = next(r for r in data.runs if r.out.name == "fedavg-s0").summary["accuracy"]["received"]["last"]
-    assert next(r for r in found.rows if r and r[0] == "FedAvg")[1] == f"{100 * only:.1f}"
-    assert ["killed", "runs/fedavg-s1"] in found.rows
-    shutil.rmtree(path / "runs" / "fedavg-s0")
-    report.write(path)
-    row = next(r for r in page(path).rows if r and r[0] == "FedAvg")
-    assert row[1] == "failed" and set(row[2:]) == {"–"}, "a method without a finished run has its row"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -405,100 +381,3 @@ def test_a_run_with_a_page_can_be_resumed(single: Path, tmp_path: Path) -> None:
     shutil.copytree(single, path)
     assert (path / "report.html").is_file()
     assert run(resume=path, rounds=3).summary["rounds"] == 3
-
-
-# ---- in a browser ----------------------------------------------------------------------------------------------------
-
-SEEN = """() => {
-  document.querySelectorAll('details').forEach(d => d.open = true);
-  const parse = text => (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
-  const shine = c => [0.2126, 0.7152, 0.0722].reduce((sum, part, i) => {
-    const v = c[i] / 255;
-    return sum + part * (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-  }, 0.05);
-  const paper = node => {
-    for (; node; node = node.parentElement) {
-      const c = parse(getComputedStyle(node).backgroundColor);
-      if (c.length === 3 || c[3] > 0) return c;
-    }
-    return parse(getComputedStyle(document.body).backgroundColor);
-  };
-  const faint = [], small = [];
-  let texts = 0, charts = 0;
-  for (const node of document.querySelectorAll('body *')) {
-    const own = [...node.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
-    if (!own || node.tagName === 'title' || !node.getClientRects().length) continue;
-    const chart = node.closest('svg'), style = getComputedStyle(node), here = node.getBoundingClientRect();
-    if (chart) {
-      charts += 1;
-      const size = parseFloat(style.fontSize) * chart.getBoundingClientRect().width / chart.viewBox.baseVal.width;
-      if (size < 10) small.push([size, node.textContent]);
-      const x = here.left + here.width / 2, y = here.top + here.height / 2;
-      const inside = r => r.left < x && x < r.right && r.top < y && y < r.bottom;
-      if ([...chart.querySelectorAll('.heat')].some(h => inside(h.getBoundingClientRect()))) continue;
-    }
-    texts += 1;
-    const a = shine(parse(chart ? style.fill : style.color)), b = shine(paper(node));
-    const ratio = Math.max(a, b) / Math.min(a, b);
-    if (ratio < 4.5) faint.push([ratio, node.textContent.slice(0, 40)]);
-  }
-  const images = [...document.querySelectorAll('svg[role=img], img')].filter(i => i.getClientRects().length);
-  const cut = [...document.querySelectorAll('svg text')].filter(t => {
-    const r = t.getBoundingClientRect(), c = t.closest('svg').getBoundingClientRect();
-    return t.getClientRects().length && (r.left < c.left - 2 || r.right > c.right + 2);
-  });
-  return {
-    width: document.documentElement.scrollWidth, faint, small, texts, charts, images: images.length,
-    unnamed: images.filter(
-      i => !(i.alt || document.getElementById(i.getAttribute('aria-labelledby'))?.textContent)).length,
-    cut: cut.map(t => t.textContent), paper: getComputedStyle(document.body).backgroundColor,
-    boxes: [...document.querySelectorAll('.table')].filter(t => t.scrollWidth > t.clientWidth + 1).length,
-  };
-}"""
-"""What a reader sees: texts with a contrast below WCAG's 4.5 to 1, texts of charts below ten pixels, images unnamed."""
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="no Playwright (pip install playwright)")
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    if (program := next((p for n in names if (p := shutil.which(n))), None)) is None:
-        pytest.skip("no Chromium (apt-get install chromium)")
-    with api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def whole(single: Path, several: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both pages with all their figures."""
-    pages = {}
-    for name, path in (("single", single), ("several", several)):
-        pages[name] = tmp_path_factory.mktemp("whole") / name
-        shutil.copytree(path, pages[name])
-        report.write(pages[name])
-    return pages
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("which", ["single", "several"])
-def test_the_page_reads_well_offline_in_chromium(
-    which: str, scheme: str, width: int, whole: dict[str, Path], chromium: Any
-) -> None:
-    shown = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
-    said: list[str] = []
-    shown.on("console", lambda message: said.append(message.text))
-    shown.on("requestfailed", lambda request: said.append(request.url))
-    shown.goto((whole[which] / "report.html").as_uri())
-    seen = shown.evaluate(SEEN)
-    shown.close()
-    assert said == []
-    assert seen["width"] == width, "nothing but tables scrolls sideways"
-    assert seen["paper"] == ("rgb(21, 23, 26)" if scheme == "dark" else "rgb(255, 255, 255)")
-    assert seen["texts"] > 300 and seen["charts"] > 150 and seen["images"] >= 7
-    assert seen["faint"] == [] and seen["unnamed"] == 0 and seen["cut"] == []
-    if width == 390:
-        assert seen["small"] == [] and seen["boxes"] > 2, "wide tables scroll inside their boxes"

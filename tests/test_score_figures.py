@@ -82,7 +82,7 @@ def test_a_method_has_one_colour_on_the_page_of_a_comparison(folder: Path) -> No
     assert any("Standalone" not in colours(d.figure) and "FedClassAvg" in colours(d.figure) for d in gallery.drawings)
 
 
-@pytest.mark.parametrize("draw", [curves, partial(sweep, xlabel="x")])
+@pytest.mark.parametrize("draw", [partial(curves, band="spread"), partial(sweep, xlabel="x")])
 def test_no_band_and_no_error_bar_leaves_the_shares(draw: Any) -> None:
     mean, spread = np.array([0.02, 0.5, 0.99]), np.array([0.1, 0.1, 0.2])
     axes = draw({"": [Curve("a", np.arange(3.0), mean, spread)]}).axes[0]

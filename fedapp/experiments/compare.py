@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import shutil
 import threading
 import time
@@ -534,7 +535,12 @@ def run(
             failed |= execute(again, engine, out, workers)
         shared = tables.verify(finished)
         alerts = [*shared.lines[int(shared.ok) :], *differences(jobs)]
-        tables.write(out, tabled, again, first, target, alerts, [*notes, *shared.lines[: int(shared.ok)]])
+        options = {
+            "methods": methods, "datasets": ",".join(datasets), "partitions": ",".join(partitions), "sweep": sweep,
+            "grid": points, "reference": reference, "target": target, "seeds": seeds,
+        }  # fmt: skip
+        notes = [*notes, *shared.lines[: int(shared.ok)]]
+        tables.write(out, tabled, again, first, target, alerts, notes, command_of(options, values))
     others = sorted(
         str(p.parent.relative_to(out / "runs"))
         for depth in (1, 2)
@@ -559,6 +565,15 @@ def run(
         refused = all(e.startswith("BadRequest") for e in failed.values()) and not finished
         return 2 if refused else 1
     return 0 if shared.ok else 1
+
+
+def command_of(options: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """Return the command that makes a comparison with these options and run-config values."""
+    given = [(f"--{name}", str(value)) for name, value in options.items() if value not in (None, "")]
+    keys = [
+        ("--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}") for key, value in values.items()
+    ]
+    return shlex.join(["fedapp", "compare", *(word for pair in (*given, *keys) for word in pair)])
 
 
 def with_standalone(

@@ -42,6 +42,7 @@ from fedapp.tasks import identity
 BALANCED = "balanced"
 MEASURES = (
     "headline",
+    f"headline_{BALANCED}",
     "headline_worst_tenth",
     *(f"{p}_{name}" for name in ("accuracy", BALANCED) for p in ("received", "trained", TUNED)),
 )
@@ -224,6 +225,8 @@ def _by_seed(members: Sequence[Job], reference: str, measure: str) -> tuple[dict
         run = job.result
         if measure == "headline":
             found = pd.Series([run.score(run.headline)])
+        elif measure == f"headline_{BALANCED}":
+            found = pd.Series([run.score(run.headline, BALANCED)])
         elif measure == "headline_worst_tenth":
             found = pd.Series([run.weakest(run.headline)[1] if len(run.final) >= FEWEST_CLIENTS else math.nan])
         else:
@@ -303,6 +306,7 @@ def write(
     target: float | None,
     alerts: Sequence[str],
     notes: Sequence[str],
+    command: str = "",
 ) -> None:
     """Write `results.csv`, `curves.csv`, `significance.csv`, `again.csv` and `notes.json`.
 
@@ -310,6 +314,7 @@ def write(
     ----------
     jobs : all runs. One that failed is a row of `results.csv` with its reason.
     again : the second runs of training alone.   alerts, notes : lines for the reader.
+    command : that makes the same comparison.
     """
     table = results(jobs, reference, target)
     jobs = [j for j in jobs if j.result.ok]
@@ -324,4 +329,4 @@ def write(
         notes = [*notes, "completed rounds and MB to a target count points over all clients only; with sampled clients "
                  "that is the end of the run, unless --set evaluate-every=1 adds others"]  # fmt: skip
     warnings = {f"{j.variant.label}: {w}": None for j in jobs for w in j.result.summary.get("warnings", [])}
-    write_json(out / "notes.json", {"alerts": [*alerts], "notes": [*notes, *warnings]})
+    write_json(out / "notes.json", {"alerts": [*alerts], "notes": [*notes, *warnings], "command": [command]})

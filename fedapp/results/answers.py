@@ -18,7 +18,7 @@ from fedapp import registry
 from fedapp.errors import BadRequest, counted
 from fedapp.lazy import pd
 from fedapp.results import intervals
-from fedapp.results.runs import Comparison
+from fedapp.results.runs import Comparison, RunResult, tells_of
 from fedapp.results.statistics import DASH, mean_and_std, percent, size, tally
 
 SETTING = ["dataset", "partition", "alpha", "classes_per_client", "sweep"]
@@ -63,9 +63,24 @@ class Answer:
         return next(iter(self.finished.loc[self.finished["method"] == "local", "variant"]), "")
 
     @cached_property
+    def called(self) -> list[str]:
+        """Labels of all methods, those that failed too, without training alone, in the order of the call."""
+        return [v for v in dict.fromkeys(self.table["variant"]) if v != self.alone]
+
+    @cached_property
     def methods(self) -> list[str]:
         """Labels of the methods with a finished run, without training alone, in the order of the call."""
-        return [v for v in dict.fromkeys(self.finished["variant"]) if v != self.alone]
+        return [v for v in self.called if v in set(self.finished["variant"])]
+
+    def tells_of(self, run: RunResult) -> bool:
+        """Return whether a run has the setting of this answer."""
+        return all(tells_of(run, column, self.table[column].iloc[0]) for column in SETTING)
+
+    @cached_property
+    def delivered(self) -> set[str]:
+        """The methods that are judged by what the server delivers, before local training."""
+        judged = self.finished.groupby("variant")["headline"].unique()
+        return {v for v in self.methods if list(judged[v]) == ["received"]}
 
     @property
     def seeds(self) -> int:
@@ -272,19 +287,6 @@ def alerts_of(comparison: Comparison, answers: Sequence[Answer]) -> list[str]:
     return list(dict.fromkeys([*failed, *comparison.notes["alerts"], *own]))
 
 
-def on_page(comparison: Comparison) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Return the sentences of each setting, and the alerts that the page does not give elsewhere.
-
-    Both are empty where the folder is none of `fedapp compare`.
-    """
-    try:
-        found = answers_of(comparison)
-    except BadRequest:
-        return [], []
-    alerts = [alert for alert in alerts_of(comparison, found) if " failed (" not in alert]
-    return [(setting_title(answer.table), [*answer.sentences(), answer.power()]) for answer in found], alerts
-
-
 # ---- one screen ------------------------------------------------------------------------------------------------------
 
 
@@ -346,21 +348,16 @@ def _paths(comparison: Comparison, everything: bool) -> Iterator[tuple[str, str]
 
 def _table(answer: Answer, width: int, lines: int | None) -> list[str]:
     """Return the lines of the table: as many methods as fit into `lines`, then training alone and guessing."""
-    delivered = {
-        v
-        for v in answer.methods
-        if (answer.finished.loc[answer.finished["variant"] == v, "headline"] == "received").all()
-    }
-    rows = [_row(answer, v, answer.name(v) + " *" * (v in delivered)) for v in answer.methods]
-    fixed = [_row(answer, answer.alone, ALONE)] if answer.alone else []
+    rows = [row_of(answer, v, answer.name(v) + " *" * (v in answer.delivered)) for v in answer.methods]
+    fixed = [row_of(answer, answer.alone, ALONE)] if answer.alone else []
     if len(answer.again):
-        fixed.append([AGAIN, *_cells(answer, answer.again, None)])
+        fixed.append([AGAIN, *cells_of(answer, answer.again, None)])
     if not rows and not fixed:
         return []
     majority = percent(answer.finished["majority"].mean())
     fixed.append([GUESS, majority, *[""] * (len([*rows, *fixed][0]) - 2)])
-    note = ["* as the server delivers it; all others after local training"] if delivered else []
-    heads = _heads(answer)
+    note = ["* as the server delivers it; all others after local training"] if answer.delivered else []
+    heads = heads_of(answer)
     # A number is never cut: columns that a narrow terminal has no room for are left out, the last ones first.
     widths = [
         max(len(w) for w in [*h.split("\n"), *(row[i] for row in [*rows, *fixed])]) for i, h in enumerate(heads) if i
@@ -389,17 +386,21 @@ def _table(answer: Answer, width: int, lines: int | None) -> list[str]:
     return [*top, *(line for row in shown for line in row), *below, *note]
 
 
-def _heads(answer: Answer) -> list[str]:
+def heads_of(answer: Answer) -> list[str]:
+    """Return the heads of a row's cells, of two lines each; with one seed there are no differences."""
     against = f"vs\n{ALONE if answer.reference == answer.alone else 'ref.'}"
     differences = {1: [], 2: [f"{against}, by seed"]}.get(answer.seeds, [against, "95 %\ninterval"])
     return ["\n", "own\ntest", *differences, "gain/same\n/lose", "all\nclasses", "up/\nround"]
 
 
-def _row(answer: Answer, label: str, name: str) -> list[str]:
-    return [name, *_cells(answer, answer.finished[answer.finished["variant"] == label], answer.test(label))]
+def row_of(answer: Answer, label: str, name: str) -> list[str]:
+    """Return a method's name and its cells."""
+    return [name, *cells_of(answer, answer.finished[answer.finished["variant"] == label], answer.test(label))]
 
 
-def _cells(answer: Answer, rows: pd.DataFrame, test: dict[str, Any] | None) -> list[str]:
+def cells_of(answer: Answer, rows: pd.DataFrame, test: dict[str, Any] | None) -> list[str]:
+    """Return own test, differences, harm, all classes and bytes up of the rows of a method in results.csv."""
+
     def mean(column: str) -> float:
         return mean_and_std(rows[column])[0]
 

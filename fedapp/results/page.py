@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +24,7 @@ from fedapp.results.figures import Gallery
 from fedapp.results.runs import (
     HARM_TEXT,
     ONE_SCORE,
-    PAIRED,
     PROTOCOL_TEXT,
-    TUNED_PAIRS,
     UNADJUSTED,
     Comparison,
     RunResult,
@@ -34,26 +34,36 @@ from fedapp.results.statistics import DASH, duration, percent, size
 MOST_ROWS = 400
 """Rows that a table of the page shows at most; the rest is in the CSV file that it names."""
 SECTIONS = {
+    "differences": "Against training alone",
     "scores": "Results",
+    "clients": "Who gains",
+    "bytes": "What it costs",
+    "classes": "Recall by class",
+    "curves": "Curves",
     "sweeps": "Sweeps",
     "data": "Data",
-    "heads": "Heads",
+    "heads": "Inside the method",
     "cost": "Traffic and time",
     "runs": "Runs",
     "further": "Further results of the method",
     "warnings": "Warnings and dropped replies",
     "configuration": "Configuration",
+    "reproduce": "Reproduce and cite",
 }
 """Sections in the order of the page: anchor and heading. Those without content are left out."""
+
+MORE = ("classes", "data", "heads", "runs", "further", "warnings", "left-out")
+"""Sections that are not printed, so that ten methods fit on two sheets."""
 
 
 @dataclass
 class Cell:
-    """A table cell: text, whether it is a number (right-aligned), whether it is bold."""
+    """A table cell: text, whether it is a number (right-aligned), whether it is bold, and where it links to."""
 
     text: str
     number: bool = True
     strong: bool = False
+    href: str = ""
 
 
 def _cell(value: Any) -> Cell:
@@ -119,10 +129,11 @@ def render(template: str, gallery: Gallery, **values: Any) -> str:
     }  # fmt: skip
     templates.globals |= {
         "ONE_SCORE": ONE_SCORE,
-        "PAIRED": PAIRED,
-        "TUNED_PAIRS": TUNED_PAIRS,
         "HARM_TEXT": HARM_TEXT,
         "MOST_ROWS": MOST_ROWS,
+        "MORE": MORE,
+        "SCRIPT": (script := (Path(__file__).parent / "report.js").read_text(encoding="utf-8")),
+        "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
     parts: Any = templates.get_template("parts.html.jinja").module
     words = templates.get_template(template).make_module({**values, "gallery": gallery})

@@ -1,57 +1,46 @@
 """`fedapp report`: one self-contained HTML page of a run, or of a comparison.
 
-The page has no script, loads nothing (a content security policy in its head forbids it) and says of every figure that
-it lacks why, and which command makes what is missing. This file makes the tables, the templates hold the words.
+The page loads nothing: a content security policy in its head forbids it. Its own script sorts tables, and the page
+reads without it. Of every figure that it lacks it says why, and which command makes what is missing. This file makes
+the tables, the templates hold the words.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-import numpy as np
 import pandas as pd
 from rich.text import Text
 from threadpoolctl import threadpool_limits
 
 from fedapp import config as configuration
+from fedapp import registry
 from fedapp.errors import BadRequest, plain
 from fedapp.registry import method_title, title_of
 from fedapp.results import figures, intervals
-from fedapp.results.answers import AGAIN_TITLE, HARM, on_page
+from fedapp.results.answers import (
+    AGAIN_TITLE,
+    SETTING,
+    Answer,
+    alerts_of,
+    cells_of,
+    heads_of,
+    row_of,
+    rows_of,
+    setting_title,
+)
 from fedapp.results.directory import write_text
 from fedapp.results.figures import Gallery, Progress
-from fedapp.results.figures.words import setting_text
 from fedapp.results.page import MOST_ROWS, Cell, Table, meaning, place, render, share
-from fedapp.results.runs import (
-    PROTOCOL_TEXT,
-    Comparison,
-    RunResult,
-    groups_of,
-    read,
-    read_table,
-    uses,
-    varying,
-)  # fmt: skip
-from fedapp.results.statistics import (
-    DASH,
-    duration,
-    harm,
-    mean_and_std,
-    measured,
-    number,
-    over,
-    percent,
-    privacy,
-    size,
-    spread,
-    tally,
-    traffic,
-    until,
-)  # fmt: skip
+from fedapp.results.runs import PROTOCOL_TEXT, Comparison, RunResult, read, read_table, varying
+from fedapp.results.statistics import DASH, duration, mean_and_std, number, percent, size, traffic
+from fedapp.results.tables import meaning as tabled_meaning
+from fedapp.results.tables import tables_of
 from fedapp.results.terminal import Screen
 from fedapp.settings.evaluation import PROTOCOLS
 
@@ -128,13 +117,20 @@ def of_run(run: RunResult, gallery: Gallery) -> str:
         run=run,
         scored=scored,
         done=int(run.rounds["round"].max()) if len(run.rounds) else 0,
+        comparison=next(
+            (
+                up * "../" + PAGE
+                for up, folder in enumerate(run.out.parents, 1)
+                if up < 5 and (folder / "results.csv").is_file() and (folder / PAGE).is_file()
+            ),
+            "",
+        ),
         test_images=_test_images([run]),
         tables={
             "scores": _scores(run, scored),
             "metrics": _metrics(run),
             "clients": _client_table(run),
             "rounds": _rounds_table(run),
-            "counts": _counts(run),
             "traffic": _traffic(run),
             "times": _times(run),
             "further": _further(run),
@@ -220,20 +216,6 @@ def _rounds_table(run: RunResult) -> Table:
     return Table(names, rows, meaning(run.protocols, [run]))
 
 
-def _counts(run: RunResult) -> Table:
-    """Return the training images by client and class; with many classes only how many of them a client holds."""
-    card, named = run.card, len(run.classes) <= 26
-    rows = [
-        [
-            Cell(run.name_of(client)),
-            *([Cell(f"{c:,}" if c else "·") for c in counts] if named else [int(np.count_nonzero(counts))]),
-            card["train_sizes"][client], card["test_sizes"][client], share(card["majority"][client]),
-        ]
-        for client, counts in enumerate(card.get("train", [])[:MOST_ROWS])
-    ]  # fmt: skip
-    return Table(["client", *(run.classes if named else ["classes held"]), "train", "test", "majority %"], rows)
-
-
 def _traffic(run: RunResult) -> Table:
     summary, rounds = run.summary, run.rounds
     moved: dict[str, float] = {}
@@ -253,7 +235,7 @@ def _times(run: RunResult) -> Table:
     times: dict[str, Any] = {}
     if len(seconds):
         times["a round, median"] = seconds.median()
-        times["first round (with the start of the workers)"] = seconds.iloc[0]
+        times["first round"] = seconds.iloc[0]
     if len(training):
         times["local training of a client in a round, mean"] = training.mean()
     if run.summary.get("seconds") is not None:
@@ -321,216 +303,105 @@ def _setting(value: Any) -> str:
 
 
 def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
-    """Return the page of a comparison with its figures."""
-    runs, finished = comparison.runs, comparison.finished
+    """Return the page of a comparison with its figures and answers."""
+    runs, finished, answers = comparison.runs, comparison.finished, gallery.answers
     shared, differing = _configurations(runs)
-    answers, warned = on_page(comparison)
+    versions = {k: ", ".join(dict.fromkeys(str(r.versions.get(k)) for r in runs)) for k in runs[0].versions}
+    started = max((str(r.versions.get("started", "")) for r in runs), default="")[:16].replace("T", " ")
+    made = (f"{name} {versions[key]}" for name, key in MADE_WITH.items() if key in versions)
     return render(
         "comparison.html.jinja",
         gallery,
         comparison=comparison,
         datasets=sorted({str(r.flat.get("dataset", "?")) for r in runs}),
         seeds=len({r.seed for r in runs}),
-        finished_seeds=len({r.seed for r in finished}),
-        spread_over=over(len({r.seed for r in finished}), len({r.data_seed for r in finished})),
-        settings=[
-            {"name": setting_text(setting), **_setting_tables(comparison, members, _lost(comparison, members))}
-            for setting, members in groups_of(finished)
-        ],
+        started=started,
+        settings=[_answered(comparison, answer, len(answers) > 1) for answer in answers],
+        warned=[*([gallery.unanswered] if gallery.unanswered else []), *alerts_of(comparison, answers)],
         differing=varying(runs),
-        answers=answers,
-        warned=warned,
         test_images=_test_images(finished),
+        files=[name for name in TABLES if (comparison.out / name).is_file()],
         others=list(_other_tables(comparison)),
-        meaning=meaning(_protocols(comparison.runs), comparison.runs),
-        chosen=any(r.selected for r in finished),
+        meaning=meaning(_protocols(runs), runs),
+        command=next(iter(comparison.notes["command"]), ""),
+        made=f"The last run began at {started}. {', '.join(made)}.",
+        bibtex=_bibtex(comparison, versions.get("fedapp", "")),
         tables={
-            "counts": _counts(finished[0]) if finished else None,
             "runs": _runs_table(comparison),
             "warnings": _comparison_warnings(comparison),
             "shared": shared,
             "differing": differing,
+            "versions": Table(
+                ["what", "version"], [[k, v] for k, v in versions.items() if k not in ("run", "started")]
+            ),
         },
     )
 
 
-COLUMNS = (
-    ("tuned", "tuned", "last"),
-    ("trained", "trained", "last"), ("received", "received", "last"), ("trained balanced", "trained", "balanced"),
-    ("received balanced", "received", "balanced"), ("global", "global", "last"),
-    ("trained, validation", "trained", "validation"),
-    ("trained, last round's clients", "trained", "participants"),
-)  # fmt: skip
+TABLES = ("results.csv", "significance.csv", "curves.csv", "again.csv")
+"""Files of a comparison that its page links to."""
+MADE_WITH = {"fedapp": "fedapp", "Python": "python", "processor:": "processor", "system:": "system"}
 
 
-OWN_SPLITS = ("tuned", "trained", "received")
-"""Those of `COLUMNS` that are on each client's own test split, as is the score of guessing its majority class."""
-
-
-def _harm(runs: Sequence[RunResult], by: Sequence[Sequence[RunResult]]) -> list[str]:
-    """Return how many clients each method helps and harms against training alone; nothing without such a run."""
-    alone = {(r.seed, r.data_seed): r.headline_counts() for r in runs if r.alone}
-    others = ([r for r in members if not r.alone and (r.seed, r.data_seed) in alone] for members in by)
-    found = [tally([harm(r.headline_counts(), alone[r.seed, r.data_seed]) for r in runs]) for runs in others]
-    return found if alone else []
-
-
-def _lost(comparison: Comparison, runs: Sequence[RunResult]) -> list[str]:
-    """Return the labels of a setting without a finished run; `runs` are its finished runs."""
-    there = {r.label for r in runs}
-    mine = [r for r in comparison.runs if r.setting == runs[0].setting and r.label not in there]
-    return [label for label in comparison.labels if any(r.label == label for r in mine)]
-
-
-def _setting_tables(comparison: Comparison, runs: Sequence[RunResult], lost: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the accuracies of a setting, its weak and harmed clients, what methods cost, and what was tested."""
-    labels: dict[str, list[RunResult]] = {}
-    for run in sorted(runs, key=lambda r: (comparison.labels.index(r.label), r.out)):
-        labels.setdefault(run.label, []).append(run)
-    names = [title_of(label) for label in labels]
-    by = list(labels.values())
-    scores = {"headline": [[r.score(r.headline) for r in members] for members in by]}
-    scores |= {title: [[r.score(p, which) for r in members] for members in by] for title, p, which in COLUMNS}
-    scores = {title: values for title, values in scores.items() if any(len(measured(v)) for v in values)}
-    further: dict[str, list[list[float]]] = {}
-    for rank, title in enumerate(("worst client", "worst tenth")):
-        further[title] = [[_weakest(r)[rank] for r in members] for members in by]
-    metrics = dict.fromkeys(name for r in runs for name in r.metrics)
-    chosen = {
-        f"{p} {name}": [[r.metric(p, name) for r in members] for members in by]
-        for p in PROTOCOL_TEXT
-        for name in metrics
-    }
-    worst_of = {
-        f"trained {name}, worst tenth": [[r.metric("trained", name, "worst_decile") for r in members] for members in by]
-        for name in metrics
-    }
-    chosen |= {
-        f"{p} accuracy".replace("_", " "): [[r.metric(p, "accuracy") for r in members] for members in by]
-        for p in dict.fromkeys(p for r in runs for p in r.unseen_scores)
-    }
-    chosen = {title: values for title, values in (chosen | worst_of).items() if any(len(measured(v)) for v in values)}
-    harmed = _harm(runs, by)
-    targets = [_target(comparison, members) for members in by]
-    level = next((t[0] for t in targets if t), "")
-    rows = []
-    private = ["privacy"] if any(r.privacy for r in runs) else []
-    for name, members, target in zip(names, by, targets):
-        counted = [Cell(text) for text in (target or ("", DASH, DASH))[1:]] if level else []
-        up, down, seconds = (
-            mean_and_std(r.summary.get(key) for r in members)[0] for key in ("bytes_up", "bytes_down", "seconds")
-        )
-        stated = [privacy([r.privacy for r in members])] if private else []
-        rows.append([name, *counted, Cell(size(up)), Cell(size(down)), Cell(duration(seconds)), *stated])
-    head = [f"completed rounds to {level}", "traffic of these"] if level else []
-    failed = [[title_of(label), Cell("failed"), *(Cell(DASH) for _ in list(scores)[1:])] for label in lost]
-    significance, reference = _significance(comparison, runs)
+def _answered(comparison: Comparison, answer: Answer, several: bool) -> dict[str, Any]:
+    """Return what the page says of one setting: its sentences, and its tables with the methods in one order."""
+    order = [*answer.called, *([answer.alone] if answer.alone else [])]
+    heads = ["method", *("".join(h.split("\n")) if "/" in h else h.replace("\n", " ") for h in heads_of(answer)[1:])]
+    heads.append("decision")
+    rows: list[list[Any]] = []
+    for label in order:
+        if label in answer.methods or label == answer.alone:
+            test = answer.test(label)
+            strong = test is not None and intervals.is_decided(test)
+            name, own, *cells = row_of(answer, label, title_of(label) + " *" * (label in answer.delivered))
+            shown = [Cell(own), *(Cell(c, strong=strong and i < 2) for i, c in enumerate(cells))]
+            rows.append([name, *shown, str(test["word"]) if test else ""])
+        else:
+            rows.append([title_of(label), *(Cell(DASH) for _ in heads[2:]), "failed"])
+    if len(answer.again):
+        rows.append([AGAIN_TITLE, *map(Cell, cells_of(answer, answer.again, None)), ""])
+    majority = Cell(percent(answer.finished["majority"].mean()))
+    rows.append(["guessing the majority class", majority, *(Cell(DASH) for _ in heads[3:]), ""])
+    tests = [(title_of(v), t) for v in order if (t := answer.test(v)) and t["seeds"] > 2]
+    chances = ("p", "p_holm", "worse", "equal", "better")
     return {
-        "meaning": meaning(_protocols(runs, always=()), runs),
-        "headlines": {
-            score: ", ".join(name for name, members in zip(names, by) if members[0].headline == score)
-            for score in dict.fromkeys(members[0].headline for members in by if members[0].headline)
-        },
-        "harmed": bool(harmed),
-        "accuracy": Table(["accuracy in %", *scores], [*_score_rows(names, scores), *failed, *_guessing(runs, scores)]),
-        "further": Table(
-            ["further, in %", *further, *(["clients: gain / same / lose"] if harmed else [])],
-            [
-                *([*row, *(Cell(t) for t in harmed[i : i + 1])] for i, row in enumerate(_score_rows(names, further))),
-                *_again(comparison, runs),
-            ],
+        "name": setting_title(answer.table) if several else "",
+        "sentences": answer.sentences(),
+        "power": answer.power(),
+        "table": Table(heads, rows),
+        "decisions": Table(
+            ["method", "p", "p after Holm", "P(worse)", "P(equal)", "P(better)"],
+            [[name, *(Cell(number(test[c])) for c in chances)] for name, test in tests],
+            "Two-sided t-test over seeds, corrected over the methods; probabilities of a difference beyond the margin.",
         ),
-        "metrics": Table(
-            ["further metrics", *chosen],
-            [
-                [name, *(Cell(spread(values[i], factor=1, digits=3)) for values in chosen.values())]
-                for i, name in enumerate(names)
-            ]
-            if chosen
-            else [],
-        ),
-        "cost": Table(["cost", *head, "bytes up", "bytes down", "time", *private], rows),
-        "significance": significance,
-        "tested": [p for p in ("received", "trained", "tuned") if p in significance.head],
-        "reference": reference,
+        "more": list(_further_tables(comparison, answer, order)),
     }
 
 
-def _again(comparison: Comparison, runs: Sequence[RunResult]) -> list[list[Any]]:
-    """Return the row of Standalone's second runs below the weak and harmed clients: harm by chance."""
-    rows = _lines_of(comparison.again, runs[0])
-    if not len(rows):
-        return []
-    weak = (Cell(spread(rows[f"trained_{name}"])) for name in ("worst", "worst_decile"))
-    return [[AGAIN_TITLE, *weak, Cell(tally(rows[HARM].to_numpy()))]]
+def _further_tables(comparison: Comparison, answer: Answer, order: Sequence[str]) -> Iterator[tuple[str, Table]]:
+    """Yield name and table of what `fedapp show --all` prints of a setting."""
+    runs = [r for r in comparison.finished if answer.tells_of(r)]
+    tests = rows_of(comparison.significance, answer.table.iloc[0][SETTING])
+    again = answer.again.assign(variant=AGAIN_TITLE)
+    metrics = list(dict.fromkeys(name for r in runs for name in r.metrics))
+    for at, (title, part, columns) in enumerate(
+        tables_of(answer.finished, tests, again, tabled_meaning(runs), metrics)
+    ):
+        by = dict(tuple(part.groupby("variant")))
+        rows = [
+            [title_of(v), *(Cell(cell(by[v])) for cell in columns.values())] for v in [*order, AGAIN_TITLE] if v in by
+        ]
+        name = title.partition(",")[0].partition("(")[0].strip() if at else "Scores"
+        yield name, Table(["method", *columns], rows, title.replace("\n", " "))
 
 
-def _weakest(run: RunResult) -> tuple[float, float]:
-    """Worst client and worst tenth after fine-tuning or local training, else of the received models."""
-    return run.weakest(next((p for p in ("tuned", "trained") if f"{p}_accuracy" in run.final), "received"))
-
-
-def _score_rows(names: Iterable[str], columns: Mapping[str, Sequence[Sequence[float]]]) -> list[list[Any]]:
-    """Return one row per method: its name, then mean and spread of each column in percent."""
-    rows: list[list[Any]] = [[name] for name in names]
-    for values in columns.values():
-        for row, value in zip(rows, values):
-            row.append(Cell(spread(value)))
-    return rows
-
-
-def _guessing(runs: Sequence[RunResult], columns: Iterable[str]) -> list[list[Any]]:
-    """Return the row of what guessing each client's majority class scores, below the scores on own test splits."""
-    known = {(r.seed, r.data_seed): r.card.get("majority_mean") for r in runs}
-    if not len(measured(known.values())):
-        return []
-    text = spread(known.values())
-    return [["guessing the majority class", *(Cell(text if c in OWN_SPLITS else DASH) for c in columns)]]
-
-
-def _lines_of(table: pd.DataFrame, run: RunResult) -> pd.DataFrame:
-    """Return the rows of one of `fedapp compare`'s tables that belong to a run's setting."""
-    for key in ("dataset", "partition", "alpha", "classes-per-client"):
-        column = key.replace("-", "_")
-        if column in table and uses(run, key):
-            table = table[table[column] == run.flat.get(key)]
-    return table
-
-
-def _target(comparison: Comparison, runs: Sequence[RunResult]) -> tuple[str, str, str] | None:
-    """Return level, rounds and bytes to the target accuracy, as `fedapp compare` counted them; mean over seeds."""
-    table = comparison.table
-    if not {"variant", "trained_target", "trained_target_rounds", "trained_target_bytes"} <= set(table.columns):
-        return None
-    lines = _lines_of(table[table["variant"] == runs[0].label], runs[0])
-    lines = lines[lines["failed"].isna()] if "failed" in lines else lines
-    if lines.empty or lines["trained_target"].isna().all():
-        return None
-    moved = mean_and_std(lines["trained_target_bytes"])[0]
-    return percent(lines["trained_target"].mean(), unit=" %"), until(lines["trained_target_rounds"]), size(moved)
-
-
-def _significance(comparison: Comparison, runs: Sequence[RunResult]) -> tuple[Table, str]:
-    """Return the differences of `significance.csv` in points with intervals and words, and the reference.
-
-    Differences of one seed are not shown; neither are tests of an earlier version, which had no intervals.
-    """
-    table = comparison.significance
-    if not {"measure", "variant", "reference", *intervals.COLUMNS} <= set(table.columns):
-        return Table([], []), ""
-    table = _lines_of(table, runs[0])
-    if not (table["seeds"] > 1).any():
-        return Table([], []), ""
-    measures = table["measure"].unique()
-    rows = []
-    for variant in table["variant"].unique():
-        row: list[Any] = [title_of(str(variant))]
-        for measure in measures:
-            lines = table[(table["variant"] == variant) & (table["measure"] == measure)].to_dict("records")
-            row.append(Cell(intervals.in_words(lines[0]), strong=intervals.is_decided(lines[0])) if lines else None)
-        rows.append(row)
-    head = ["method", *(str(m).replace("_accuracy", "").replace("_", " ") for m in measures)]
-    return Table(head, rows), title_of(str(next(iter(table["reference"]), "")))
+def _bibtex(comparison: Comparison, version: str) -> str:
+    """Return entries of fedapp and of each method's paper."""
+    methods = {r.method: None for r in comparison.runs}
+    known = {m: found for m, found in registry.discover().items() if m in methods and m != "local"}
+    entries = [("fedapp", "fedapp: federated learning where the classifier head does the work", f"version {version}")]
+    entries += [(name, method.title, method.paper) for name, method in known.items()]
+    return "\n".join(f"@misc{{{key},\n  title = {{{title}}},\n  note = {{{note}}}\n}}" for key, title, note in entries)
 
 
 NAMES = {"method", "variant", "reference"}
@@ -540,7 +411,7 @@ NAMES = {"method", "variant", "reference"}
 def _other_tables(comparison: Comparison) -> Iterable[tuple[str, int, Table]]:
     """Yield name, number of rows and table of the CSV files beside results.csv that the page shows nowhere else."""
     for path in sorted(comparison.out.glob("*.csv")):
-        if path.name in ("results.csv", "curves.csv", "significance.csv", "again.csv"):
+        if path.name in TABLES:
             continue
         try:
             table = read_table(path)
@@ -562,7 +433,8 @@ def _runs_table(comparison: Comparison) -> Table:
     keys, protocols = varying(comparison.runs), _protocols(comparison.runs)
     rows = [
         [
-            place(run, comparison), Cell(str(run.seed)), *(str(run.flat.get(k, "")) for k in keys),
+            Cell(place(run, comparison), number=False, href=_link(run, comparison)),
+            Cell(str(run.seed)), *(str(run.flat.get(k, "")) for k in keys),
             *(share(run.score(p)) for p in protocols), int(run.summary.get("dropped") or 0), run.ok,
         ]
         for run in comparison.runs[:MOST_ROWS]
@@ -570,14 +442,21 @@ def _runs_table(comparison: Comparison) -> Table:
     return Table(["run", "seed", *keys, *(f"{p} %" for p in protocols), "dropped", "finished"], rows)
 
 
+def _link(run: RunResult, comparison: Comparison) -> str:
+    """Return the address of a run's page, or of its folder, from the page of its comparison."""
+    folder = quote(place(run, comparison))
+    return f"{folder}/{PAGE}" if (run.out / PAGE).is_file() else f"{folder}/"
+
+
 def _comparison_warnings(comparison: Comparison) -> Table:
     seen: dict[str, list[str]] = {}
     for run in comparison.runs:
         texts = [str(w) for w in run.summary.get("warnings") or []]
-        if run.error:
-            texts.append(str(run.error.get("message", "")))
-        elif not run.ok:
-            texts.append("not finished")
+        if not run.ok:
+            then = (
+                "the same command again would fail in the same way" if run.repeats else "the same command continues it"
+            )
+            texts.append(f"{run.failure} ({then})")
         for text in texts:
             seen.setdefault(text, []).append(place(run, comparison))
     return Table(["warning", "runs"], [[text, ", ".join(names)] for text, names in seen.items()])

@@ -15,6 +15,7 @@ import json
 import math
 import re
 import tomllib
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -301,6 +302,15 @@ class RunResult:
         scored) and `bytes` (of all clients in the completed rounds, both ways); no rows where nothing was measured.
         Where validation images chose the round, its score stands at that round, and the curve goes on behind it.
         """
+        if (protocol, everyone) not in self._curves:
+            self._curves[protocol, everyone] = self._curve(protocol, everyone)
+        return self._curves[protocol, everyone]
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, bool], pd.DataFrame]:
+        return {}
+
+    def _curve(self, protocol: str, everyone: bool) -> pd.DataFrame:
         names = {
             "accuracy": f"{protocol}_accuracy", "std": f"{protocol}_accuracy_std",
             "pooled": f"{protocol}_accuracy_pooled", "balanced": f"{protocol}_balanced", "loss": f"{protocol}_loss",
@@ -387,6 +397,17 @@ class RunResult:
             return pd.DataFrame(columns=[*columns.values()], dtype=float)
         return self.final.set_index("client")[[*columns]].rename(columns=columns)
 
+    @cached_property
+    def confusions(self) -> dict[str, Ints]:
+        """`final_confusion.npz`: `client` (M,), and (M, C, C) counts by score; empty where none were measured."""
+        try:
+            with np.load(self.out / "final_confusion.npz") as stored:
+                return {name: stored[name] for name in stored.files}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, zipfile.BadZipFile) as e:
+            raise BadRequest(f"{self.out / 'final_confusion.npz'} cannot be read ({e})") from e
+
     @property
     def selected(self) -> bool:
         """Whether validation images chose the round that is scored."""
@@ -467,9 +488,9 @@ class Comparison:
 
     @cached_property
     def notes(self) -> dict[str, list[str]]:
-        """`notes.json` of `fedapp compare`: `alerts` and `notes`, each a list of lines."""
+        """`notes.json` of `fedapp compare`: `alerts`, `notes` and `command`, each a list of lines."""
         found = read_json(self.out / "notes.json")
-        return {name: [str(line) for line in found.get(name) or []] for name in ("alerts", "notes")}
+        return {name: [str(line) for line in found.get(name) or []] for name in ("alerts", "notes", "command")}
 
     def _numbers(self, name: str, *columns: str) -> pd.DataFrame:
         table = read_table(self.out / name)
@@ -483,11 +504,15 @@ class Comparison:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Methods, each with its own values, in the order of `results.csv`; those it lacks follow by name."""
+        """Methods, each with its own values, in the order of tables and figures.
+
+        It is the order of `results.csv`; those it lacks follow by name, and training alone stands last.
+        """
         column = next((c for c in ("variant", "method") if c in self.table), None)
         listed = [] if column is None else [str(v) for v in self.table[column]]
         present = {r.label for r in self.runs}
-        return tuple(dict.fromkeys([*(v for v in listed if v in present), *sorted(present)]))
+        known = dict.fromkeys([*(v for v in listed if v in present), *sorted(present)])
+        return tuple(sorted(known, key=lambda label: label.partition("(")[0] == "local"))
 
 
 def read_comparison(path: str | Path) -> Comparison:
@@ -521,7 +546,7 @@ def _in_order(runs: Sequence[RunResult], table: pd.DataFrame) -> list[RunResult]
     def rank(run: RunResult) -> int:
         for number, (variant, seed, *about) in enumerate(rows):
             if (str(variant), seed) == (run.label, run.seed) and all(
-                _tells_of(run, column, value) for column, value in zip(columns, about)
+                tells_of(run, column, value) for column, value in zip(columns, about)
             ):
                 return number
         return len(rows)
@@ -529,7 +554,7 @@ def _in_order(runs: Sequence[RunResult], table: pd.DataFrame) -> list[RunResult]
     return sorted(runs, key=rank)
 
 
-def _tells_of(run: RunResult, column: str, value: Any) -> bool:
+def tells_of(run: RunResult, column: str, value: Any) -> bool:
     """Whether a cell of `results.csv` that describes a setting is that of a run; an empty one is of every run."""
     if value != value or value is None:
         return True

@@ -43,8 +43,8 @@ def worst(accuracies: Iterable[float]) -> tuple[float, float]:
     return float(values[0]), float(values[: math.ceil(len(values) / 10)].mean())
 
 
-def harm(counts: pd.DataFrame, alone: pd.DataFrame) -> tuple[float, float, float]:
-    """Return how many clients gain from a method, score the same, and lose by it; NaN without common clients.
+def sides(counts: pd.DataFrame, alone: pd.DataFrame) -> pd.DataFrame:
+    """Return on which side each common client is: 1 where it gains from a method, 0 for the same score, -1 for a loss.
 
     A client scores the same where its correct rows differ by one standard error of the difference at most, and by one
     row in any case: |c - c'| <= max(1, sqrt(n (p (1 - p) + p' (1 - p')))) with p = c / n.
@@ -53,15 +53,29 @@ def harm(counts: pd.DataFrame, alone: pd.DataFrame) -> tuple[float, float, float
     ----------
     counts, alone : `correct` and `total` test rows of the same federation with a method and with training alone, by
         client.
+
+    Returns
+    -------
+    One row per client: `side`, `score` and `alone` (shares of correct rows).
     """
     both = counts.join(alone.add_suffix("_alone"), how="inner").dropna()
     both = both[both["total"] > 0]
-    if not len(both):
-        return math.nan, math.nan, math.nan
     n, c, without = both["total"], both["correct"], both["correct_alone"]
     error = np.sqrt(c * (1 - c / n) + without * (1 - without / n))
-    gain, lose = ((d > np.maximum(1.0, error)).sum() for d in (c - without, without - c))
-    return float(gain), float(len(both) - gain - lose), float(lose)
+    side = np.sign(c - without) * ((c - without).abs() > np.maximum(1.0, error))
+    return pd.DataFrame({"side": side, "score": c / n, "alone": without / n})
+
+
+def harm(counts: pd.DataFrame, alone: pd.DataFrame) -> tuple[float, float, float]:
+    """Return how many clients gain from a method, score the same, and lose by it; NaN without common clients.
+
+    Parameters
+    ----------
+    counts, alone : see :func:`sides`.
+    """
+    side = sides(counts, alone)["side"]
+    gain, same, lose = (float((side == value).sum()) if len(side) else math.nan for value in (1, 0, -1))
+    return gain, same, lose
 
 
 def over_clients(values: Iterable[float], low_is_good: bool = False) -> dict[str, float]:

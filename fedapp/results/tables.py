@@ -75,7 +75,7 @@ def print_tables(comparison: Comparison) -> None:
             console.print_line(f"{setting_title(whole)}: every run failed")
             continue
         here = rows_of(tests, key), rows_of(comparison.again, key).assign(variant=AGAIN_TITLE)
-        for title, rows, columns in _tables(part, *here, meaning(runs), metrics):
+        for title, rows, columns in tables_of(part, *here, meaning(runs), metrics):
             groups = [(title_of(str(label)), mine) for label, mine in rows.groupby("variant", sort=False)]
             failed = [title_of(label) for label in lost] if "failed" in rows else []
             console.print(Text(title, style="table.title"))
@@ -126,7 +126,7 @@ def _difference(rows: pd.DataFrame, measure: str) -> str:
     return DASH
 
 
-def _tables(
+def tables_of(
     part: pd.DataFrame, tests: pd.DataFrame, again: pd.DataFrame, meaning: str, metrics: Sequence[str] = ()
 ) -> Iterator[tuple[str, pd.DataFrame, Columns]]:
     """Yield the tables of a setting: title, the rows that are grouped by method, columns."""

@@ -7,15 +7,19 @@ reason, and the command that would make what is missing. They stand in the files
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from fedapp import registry
+from fedapp.errors import BadRequest
 from fedapp.registry import title_of
 from fedapp.results import analysis
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import heads, maps, scores
+from fedapp.results.answers import Answer, answers_of
+from fedapp.results.figures import gains, heads, maps, scores
+from fedapp.results.figures.gains import MOST_METHODS
 from fedapp.results.figures.style import Drawing, one_look_each
 from fedapp.results.figures.words import Runs, Words, named, setting_text, titled
 from fedapp.results.runs import PROTOCOL_TEXT, Comparison, RunResult, groups_of, varying
@@ -51,10 +55,17 @@ Progress = Callable[[int, int, str], object]
 
 @dataclass
 class Gallery:
-    """Figures by section, in the order of the page, and those that are left out."""
+    """Figures by section, in the order of the page, and those that are left out.
+
+    Attributes
+    ----------
+    answers : of a comparison, one for each setting.   unanswered : why there is none.
+    """
 
     sections: dict[str, list[Drawing]] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    unanswered: str = ""
 
     @property
     def drawings(self) -> list[Drawing]:
@@ -94,19 +105,16 @@ def _known(name: str, runs: Runs) -> Job:
 # ---- data --------------------------------------------------------------------------------------------------
 
 
-def _label_distribution(runs: Runs, dots: bool = False) -> Words:
+def _label_distribution(runs: Runs) -> Words:
     analysis.label_shares(runs[0])
     counts, classes = runs[0].counts, runs[0].classes
     held, images = (counts > 0).sum(axis=1), counts.sum(axis=1)
-    alt = (
-        f"{counts.shape[0]} clients hold {held.min()} to {held.max()} of {counts.shape[1]} classes and "
-        f"{images.min()} to {images.max()} training images each."
+    return (
+        "Training images by class and client; an empty cell is none.",
+        f"Heat map: {counts.shape[0]} clients hold {held.min()} to {held.max()} of {counts.shape[1]} classes and "
+        f"{images.min()} to {images.max()} training images each.",
+        maps.label_heat(counts, classes),
     )
-    if dots:
-        caption = "The area of a dot is the number of training images."
-        return caption, f"Dots: {alt}", maps.label_dots(counts, classes)
-    caption = "Training images by client and class; an empty cell is none."
-    return caption, f"Heat map: {alt}", maps.label_heat(counts, classes)
 
 
 # ---- which figures there are -----------------------------------------------------------------------------------------
@@ -115,12 +123,9 @@ FIGURES: dict[str, tuple[str, str, str, Callable[[Runs], Words]]] = {
     "learning-curves": (
         "scores", "Learning curves", "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2", scores.learning_curves,
     ),
-    "training-loss": ("scores", "Training loss", "cwFedAvg, Fig. 4", heads.training_loss),
+    "training-loss": ("absolute", "Training loss", "cwFedAvg, Fig. 4", heads.training_loss),
     "client-accuracy": ("scores", "Accuracy of every client", "", scores.client_accuracy),
     "labels-heat": ("data", "Label distribution", "FedClassAvg, Figs. 2 and 3", _label_distribution),
-    "labels-dots": (
-        "data", "Label distribution, as dots", "cwFedAvg; FedGH", partial(_label_distribution, dots=True),
-    ),
     "head-norms": (
         "heads", "Head norms against class counts", "CCVR, Figs. 3 and 12", heads.head_maps,
     ),
@@ -130,11 +135,18 @@ FIGURES: dict[str, tuple[str, str, str, Callable[[Runs], Words]]] = {
 """By id: section of the page, title, the paper's figure, and what draws it."""
 
 
+def _uses(run: RunResult, name: str) -> bool:
+    """Return whether a figure of `FIGURES` shows something that the run's method works with."""
+    if name == "head-norms":
+        return not math.isnan(scores.last_wdr(run))
+    return name != "who-learns-from-whom" or run.method in registry.blending()
+
+
 def of_run(run: RunResult, progress: Progress | None = None) -> Gallery:
     """Draw all figures that a run directory holds the data for; `progress` is called before each of them."""
     gallery = Gallery()
     shown = titled(run)
-    jobs = [_known(name, [shown]) for name in FIGURES]
+    jobs = [_known(name, [shown]) for name in FIGURES if _uses(run, name)]
     with one_look_each([named(p) for p in PROTOCOL_TEXT]):  # colours tell protocols apart, for there is one method
         gallery.add_all(jobs, progress)
     return gallery
@@ -143,50 +155,54 @@ def of_run(run: RunResult, progress: Progress | None = None) -> Gallery:
 def of_comparison(comparison: Comparison, progress: Progress | None = None) -> Gallery:
     """Draw all figures that the runs of a comparison hold the data for; a method looks the same in all of them."""
     gallery = Gallery()
+    try:
+        gallery.answers = answers_of(comparison)
+    except BadRequest as e:
+        gallery.unanswered = str(e)
     if not comparison.finished:
         gallery.missing.append(Missing("All figures", "no run has finished yet", "fedapp compare ... (again)"))
         return gallery
     with one_look_each([title_of(label) for label in comparison.labels]):
-        gallery.add_all(_jobs(comparison), progress)
+        gallery.add_all(_jobs(comparison, gallery.answers), progress)
     return gallery
 
 
-def _jobs(comparison: Comparison) -> list[Job]:
+def _jobs(comparison: Comparison, answers: Sequence[Answer]) -> list[Job]:
     """Return the figures of a comparison in the order of the page."""
     order = comparison.labels
     runs = [titled(r) for r in sorted(comparison.finished, key=lambda r: order.index(r.label))]
     jobs: list[Job] = []
 
-    def add(section: str, title: str, draw: Callable[..., list[Drawing]], shown: Runs, *more: str) -> None:
+    def add(section: str, title: str, draw: Callable[..., Iterable[Drawing]], shown: Runs, *more: object) -> None:
         jobs.append(Job(section, title.strip(), partial(draw, shown, *more)))
 
     settings = list(groups_of(runs))
     for i, (setting, members) in enumerate(settings):
         name, suffix = setting_text(setting), f"-{i}" if len(settings) > 1 else ""
-        add("scores", f"Learning curves {name}", scores.compared_curves, members, name, suffix)
-        add("cost", f"Accuracy for traffic {name}", scores.traffic_curves, members, name, suffix)
-    add("sweeps", "Accuracy against non-IID degree", scores.non_iid, runs)
-    add("sweeps", "Accuracy against participation", scores.sweeps, runs, "fraction-train")
-    add("sweeps", "Hyperparameters", scores.hyperparameters, runs)
-    for key in ("clients", "local-epochs"):
+        answer = next((a for a in answers if a.tells_of(members[0])), None)
+        if answer is not None:
+            add("differences", f"Differences {name}", gains.differences, members, answer, name, suffix)
+        leader = title_of(answer.leader) if answer is not None else ""
+        add("clients", f"Who gains {name}", gains.clients, members, leader, name, suffix)
+        add("bytes", f"Accuracy against bytes {name}", gains.bytes_of, members, name, suffix)
+        add("classes", f"Recall by the share of a class {name}", gains.recall, members, name, suffix)
+        add("curves", f"Difference by round {name}", gains.curves, members, name, suffix)
+        add("absolute", f"Learning curves {name}", scores.compared_curves, members, name, suffix)
+    for key in scores.SWEEPS:
         if key in varying(runs):
             add("sweeps", f"Accuracy against {key}", scores.sweeps, runs, key)
+    if any(scores.arguments(r) for r in runs):
+        add("sweeps", "Hyperparameters", scores.hyperparameters, runs)
     shown = [titled(r) for r in representatives(comparison)]
-    few = shown[:3]  # the clients' models of more runs would take long to look at, and a figure could not hold them
-    blended = [r for r in shown if r.method in registry.blending()]
-    return jobs + [
-        _known(name, chosen)
-        for name, chosen in (
-            ("training-loss", runs), ("labels-heat", shown[:1]), ("labels-dots", shown[:1]), ("head-norms", few),
-            ("who-learns-from-whom", blended or shown),
-        )
-    ]  # fmt: skip
+    jobs += [_known("training-loss", runs), _known("labels-heat", shown[:1])]
+    for name in ("head-norms", "who-learns-from-whom"):
+        if own := [r for r in shown if _uses(r, name)]:
+            jobs.append(_known(name, own[:MOST_METHODS]))  # the models of more would take long to look at
+    return jobs
 
 
 def representatives(comparison: Comparison) -> list[RunResult]:
-    """One finished run per method, of the first setting and seed: Standalone first, then the four, then the others."""
+    """Return a finished run of each method, of the first setting and seed, in the order of the methods."""
     first = next(iter(groups_of(comparison.finished)))[1]
-    order = ["local", "fedclassavg", "cwfedavg", "fedgh", "ccvr"]
     best = [members[0] for members in scores.by_method(sorted(first, key=lambda r: r.seed)).values()]
-    best.sort(key=lambda r: comparison.labels.index(r.label))
-    return sorted(best, key=lambda r: order.index(r.method) if r.method in order else len(order))
+    return sorted(best, key=lambda r: comparison.labels.index(r.label))

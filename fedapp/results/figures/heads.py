@@ -9,7 +9,7 @@ from fedapp.results import analysis
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import maps, plots
 from fedapp.results.figures.pieces import Curve
-from fedapp.results.figures.scores import by_method, mean_curve
+from fedapp.results.figures.scores import bands, by_method, mean_curve
 from fedapp.results.figures.words import Runs, Words, each, percent, setting_text
 from fedapp.results.runs import groups_of
 from fedapp.results.statistics import within_rows
@@ -61,9 +61,9 @@ def training_loss(runs: Runs) -> Words:
         for name, lines in panels.items()
     )
     return (
-        f"{loss_words(runs)} Mean over the steps of a round and the clients. Bands: one standard deviation over seeds.",
+        f"{loss_words(runs)} Mean over the steps of a round and the clients{bands(runs)}.",
         f"Line charts of the training loss by round. {said}.",
-        plots.curves(panels, ylabel="training loss", percent=False, band="one standard deviation over seeds"),
+        plots.curves(panels, ylabel="training loss", percent=False, band=bands(runs).removeprefix("; bands: ")),
     )
 
 

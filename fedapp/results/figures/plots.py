@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from fedapp.results.figures.pieces import (
     Array,
     Panels,
+    Percent,
     draw_dots,
     entitle,
     in_percent,
@@ -21,7 +27,172 @@ from fedapp.results.figures.pieces import (
     look_of,
     new_figure,
 )
-from fedapp.results.figures.style import DOTTED, LINE, MUTED, WIDTH, styled
+from fedapp.results.figures.style import (
+    COLOURS,
+    DOTTED,
+    INK,
+    LINE,
+    MUTED,
+    WIDTH,
+    is_narrow,
+    letters,
+    name_marks,
+    styled,
+)
+from fedapp.results.intervals import in_words
+from fedapp.results.statistics import size
+
+# ---- against training alone ------------------------------------------------------------------------------------------
+
+SIDES = {1: ("gains", ">", COLOURS[2]), 0: ("scores the same", "o", MUTED), -1: ("loses", "<", COLOURS[1])}
+"""What a client's side is called, and its mark and colour."""
+
+
+@styled
+def forest(rows: Mapping[str, Mapping[str, Any] | str], reference: str) -> Figure:
+    """Draw each method's difference to the reference in points: its mean and interval, its seeds, and the margin.
+
+    Parameters
+    ----------
+    rows : method -> its row of `significance.csv`, or why it has none.
+    """
+    figure, ((axes,),) = new_figure(WIDTH, 1.0 + 0.26 * len(rows), f"points against {reference}", "", grid=None)
+    axes.grid(axis="x")
+    axes.axvline(0, color=INK, linewidth=0.8)
+    shown, margin = list(rows), 0.0
+    for place, (name, row) in enumerate(rows.items()):
+        if isinstance(row, str):
+            axes.annotate(row, (0.01, place), xycoords=("axes fraction", "data"), color=MUTED, va="center")
+            continue
+        look, margin = look_of(name, shown, linestyle="none"), 100 * row["margin"]
+        values = 100 * np.array(json.loads(row["by_seed"]))
+        (seeds,) = axes.plot(values, np.full(len(values), place + 0.25), ".", color=look["color"], markersize=5)
+        name_marks(seeds, [f"{name}, one seed: {v:+.1f}" for v in values])
+        if row["seeds"] > 2:
+            axes.plot([100 * row["low"], 100 * row["high"]], [place] * 2, color=look["color"])
+            (mean,) = axes.plot(100 * row["mean_difference"], place, **{**look, "markersize": 7})
+            name_marks(mean, [f"{name}: {in_words(row)}"])
+    if margin:
+        axes.axvspan(-margin, margin, color=MUTED, alpha=0.15, linewidth=0)
+    axes.set_yticks(range(len(rows)), [textwrap.fill(n, 20) if is_narrow() else n for n in rows])
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    mean, seed = {"color": MUTED, "markersize": 7, "marker": "o"}, {"color": MUTED, "marker": ".", "linestyle": "none"}
+    legend(
+        figure, key("mean, 95 % interval", **mean), key("one seed", **seed),
+        key(f"margin, {margin:.1f} points", color=MUTED, linewidth=7, alpha=0.3),
+    )  # fmt: skip
+    return figure
+
+
+def _side_legend(figure: Figure, *more: Artist) -> None:
+    marks = (key(word, marker=m, color=c, linestyle="none", markersize=6) for word, m, c in SIDES.values())
+    legend(figure, *more, *marks)
+
+
+@styled
+def clients_alone(panels: Mapping[str, tuple[pd.DataFrame, Sequence[str]]], names: Sequence[str]) -> Figure:
+    """Draw the score of each client alone and with a method, a client a row, a panel for each method.
+
+    Parameters
+    ----------
+    panels : method -> (`side`, `score`, `alone` of each client, what a page shows under the pointer).
+    """
+    height = 1.0 + 0.16 * len(names)
+    figure, (grid,) = new_figure(WIDTH, height, "own test rows", "", columns=len(panels), grid=None, sharex=True)
+    place = np.arange(len(names))
+    for number, (axes, (title, (table, texts))) in enumerate(zip(grid, panels.items())):
+        axes.grid(axis="x")
+        axes.hlines(place, table["alone"], table["score"], color=LINE, linewidth=2.4)
+        axes.plot(table["alone"], place, "|", color=INK, markersize=7)
+        for side, (_, marker, colour) in SIDES.items():
+            chosen = np.flatnonzero(table["side"] == side).tolist()
+            (marks,) = axes.plot(table["score"].iloc[chosen], chosen, marker, color=colour, markersize=6)
+            name_marks(marks, [texts[i] for i in chosen])
+        entitle(axes, title)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_yticks(place, names if not number or is_narrow() else [""] * len(names), fontsize=letters(7))
+        axes.tick_params(axis="y", length=0, labelcolor=INK)
+        axes.xaxis.set_major_formatter(Percent())
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+    _side_legend(figure, key("alone", marker="|", color=INK, linestyle="none", markersize=7))
+    return figure
+
+
+@styled
+def gain_by_rows(panels: Mapping[str, tuple[pd.DataFrame, Sequence[str]]]) -> Figure:
+    """Draw the gain of each client against its number of training rows, a panel for each method.
+
+    Parameters
+    ----------
+    panels : method -> (`side`, `score`, `alone`, `rows` of each client, what a page shows under the pointer).
+    """
+    across = {"columns": len(panels), "sharex": True, "sharey": True}
+    figure, (grid,) = new_figure(WIDTH, 2.7, "training rows of the client", "gain in points", **across)
+    for axes, (title, (table, texts)) in zip(grid, panels.items()):
+        axes.axhline(0, color=INK, linewidth=0.8)
+        for side, (_, marker, colour) in SIDES.items():
+            chosen = np.flatnonzero(table["side"] == side).tolist()
+            part = table.iloc[chosen]
+            (marks,) = axes.plot(
+                part["rows"], 100 * (part["score"] - part["alone"]), marker, color=colour, markersize=5, alpha=0.8
+            )
+            name_marks(marks, [texts[i] for i in chosen])
+        entitle(axes, title)
+        rows = [table["rows"] for table, _ in panels.values()]
+        if max(r.max() for r in rows) > 20 * max(1, min(r.min() for r in rows)):
+            _in_numbers(axes)
+    _side_legend(figure)
+    return figure
+
+
+@styled
+def points(values: Mapping[str, tuple[float, float, str]], lines: Mapping[str, float], xlabel: str) -> Figure:
+    """Draw a point a method on a logarithmic axis of bytes, and the front of those that no other beats on both axes.
+
+    Parameters
+    ----------
+    values : method -> (bytes, > 0, score, what a page shows under the pointer).   lines : dotted heights by name.
+    """
+    figure, ((axes,),) = new_figure(WIDTH, 3.0, xlabel, "accuracy")
+    front, best = [], -np.inf
+    for x, y, _ in sorted(values.values(), key=lambda v: (v[0], -v[1])):
+        if y > best:
+            front += [(x, y)] if best == -np.inf else [(x, best), (x, y)]
+            best = y
+    axes.plot(*np.transpose(front), color=LINE, linewidth=2.4, zorder=0)
+    for name, (x, y, text) in values.items():
+        (mark,) = axes.plot(x, y, label=name, **look_of(name, list(values), linestyle="none", markersize=7))
+        name_marks(mark, [text])
+    for name, height in lines.items():
+        axes.axhline(height, color=MUTED, linewidth=1.0, linestyle=DOTTED, label=name)
+    least, most = (f(x for x, *_ in values.values()) for f in (min, max))
+    axes.set(xscale="log", xlim=(least / 3, most * 3))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if most < 1000 * least else (1,)))
+    axes.xaxis.set_major_formatter(lambda x, _: size(x).replace(".0 ", " "))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    in_percent(axes)
+    legend(figure, key("no method is better for fewer bytes", color=LINE, linewidth=2.4))
+    return figure
+
+
+def numeric_axis(axes: Axes, ticks: Sequence[float], crowded: bool) -> None:
+    """Put these ticks on the horizontal axis; a crowded one becomes logarithmic, and linear around 0."""
+    if crowded and ticks[0] > 0:
+        axes.set_xscale("log")
+    elif crowded:
+        axes.set_xscale("symlog", linthresh=min(t for t in ticks if t > 0))
+    axes.minorticks_off()
+    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+
+
+def _in_numbers(axes: Axes) -> None:
+    """Make the horizontal axis logarithmic, with numbers at its ticks: exponents are small."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
@@ -30,13 +201,15 @@ from fedapp.results.figures.style import DOTTED, LINE, MUTED, WIDTH, styled
 def curves(
     panels: Panels, xlabel: str = "round", ylabel: str = "accuracy", height: float = 3.1, percent: bool = True,
     log: bool = False, baseline: tuple[str, float] | None = None, without: str = "", band: str = "",
+    floor: float | None = 0,
 ) -> Figure:  # fmt: skip
     """Draw lines with bands, a panel each, with one legend.
 
     Parameters
     ----------
     baseline : name and height of a dotted line, in all panels but the one that is titled `without`.
-    band : what half the height of a band is, for the legend.
+    band : what half the height of a band is, for the legend; without it there are no bands.
+    floor : lower end of an axis that is not in percent; None = where the lines end.
     """
     figure, (grid,) = new_figure(WIDTH, height, xlabel, ylabel, columns=len(panels), sharey=True)
     labels, more = labels_of(panels), []
@@ -46,19 +219,16 @@ def curves(
         for curve in lines:
             look = look_of(curve.label, labels)
             axes.plot(curve.x, curve.mean, label=curve.label, markevery=max(1, len(curve.x) // 8), **look)
-            if curve.spread is not None and np.any(half := np.nan_to_num(curve.spread)):
+            if band and curve.spread is not None and np.any(half := np.nan_to_num(curve.spread)):
                 alpha = 0.13 if len(lines) < 5 else 0.07
                 low, high = (np.clip(curve.mean + sign * half, *edges) for sign in (-1, 1))
                 axes.fill_between(curve.x, low, high, color=look["color"], alpha=alpha, linewidth=0)
                 banded = True
         entitle(axes, title)
         if log:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # no powers, whose exponents are small
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            _in_numbers(axes)
         else:
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=xlabel.endswith(("round", "rounds"))))
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=xlabel.endswith(("round", "rounds", "epochs"))))
         if baseline is not None and title != without:
             axes.axhline(baseline[1], color=MUTED, linewidth=1.0, linestyle=DOTTED)
     if not log:  # panels that are compared have the same scales
@@ -73,8 +243,8 @@ def curves(
     if percent:
         in_percent(grid[0])
         grid[0].set_ylim(max(low, -0.02), min(high, 1.03))
-    else:
-        grid[0].set_ylim(0, high)
+    elif floor is not None:
+        grid[0].set_ylim(floor, high)
     legend(figure, *more)
     return figure
 
@@ -92,7 +262,7 @@ def client_scores(scores: Mapping[str, Array], clients: Sequence[Any], majority:
     draw_dots(axes, {name: values[order] for name, values in scores.items()}, [clients[i] for i in order])
     if majority is not None:
         axes.plot(majority[order], "_", color=MUTED, markersize=9, label="guessing the majority class")
-    axes.set_ylim(min(0.0, axes.get_ylim()[0]), 1.03)
+    axes.set_ylim(top=min(1.03, axes.get_ylim()[1]))
     in_percent(axes)
     legend(figure, key("span of a client's scores", color=LINE, linewidth=2.4))
     return figure
@@ -104,31 +274,26 @@ def sweep(
 ) -> Figure:
     """Draw scores against a setting, with error bars over seeds; `start` adds a dotted line at each first value.
 
-    Values of the setting that would lie too close together on a linear axis stand at equal distances.
+    Where values would lie too close together on a linear axis, it is logarithmic, and linear around 0.
     """
     width = WIDTH if len(panels) > 1 else 0.62 * WIDTH
     figure, (grid,) = new_figure(width, 3.0, xlabel, ylabel, columns=len(panels), sharey=True)
     labels = labels_of(panels)
     ticks = sorted({float(v) for lines in panels.values() for c in lines for v in c.x})
-    logarithmic = log and ticks[0] > 0
-    crowded = not logarithmic and ticks[-1] - ticks[0] > 12 * float(np.diff(ticks).min(initial=np.inf))
+    crowded = log or ticks[-1] - ticks[0] > 12 * float(np.diff(ticks).min(initial=np.inf))
     for axes, (title, lines) in zip(grid, panels.items()):
         for curve in lines:
             look = look_of(curve.label, labels)
-            x = [ticks.index(float(v)) for v in curve.x] if crowded else curve.x
             spread = curve.spread
             if percent and spread is not None:  # no share is above 1
                 half = np.nan_to_num(spread)
                 spread = np.stack(
                     [half.clip(max=np.maximum(curve.mean, 0)), half.clip(max=np.maximum(1 - curve.mean, 0))]
                 )
-            axes.errorbar(x, curve.mean, yerr=spread, label=curve.label, capsize=2, elinewidth=0.8, **look)
+            axes.errorbar(curve.x, curve.mean, yerr=spread, label=curve.label, capsize=2, elinewidth=0.8, **look)
             if start:
                 axes.axhline(curve.mean[0], color=look["color"], linewidth=0.7, linestyle=DOTTED)
-        if logarithmic:
-            axes.set_xscale("log")
-        axes.minorticks_off()
-        axes.set_xticks(range(len(ticks)) if crowded else ticks, [f"{t:g}" for t in ticks])
+        numeric_axis(axes, ticks, crowded)
         entitle(axes, title)
     if percent:
         in_percent(grid[0])

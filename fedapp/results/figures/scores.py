@@ -1,4 +1,4 @@
-"""Scores of a run and of a comparison: curves, traffic, and sweeps over settings and hyperparameters."""
+"""Scores of a run and of a comparison: curves, and sweeps over settings and hyperparameters."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def client_accuracy(runs: Runs) -> Words:
     majority = np.array([guess[c] for c in clients], dtype=float) if guess else None  # None becomes NaN
     spans = "; ".join(f"{n}: {percent(np.nanmin(v))} to {percent(np.nanmax(v))}" for n, v in scores.items())
     return (
-        "After the last round, on each client's own test split, sorted. A bar joins the scores of a client."
-        + alone(runs),
+        f"After the last round, on each client's own test split, sorted by {next(iter(scores)).partition(',')[0]}. "
+        f"A bar joins the scores of a client.{alone(runs)}",
         f"Dot chart of {len(clients)} clients' accuracies: {spans}.",
         plots.client_scores(scores, clients, majority),
     )
@@ -115,13 +115,17 @@ def round_seconds(runs: Runs) -> Words:
     rounds = run.rounds["round"].to_numpy(float)
     lines = [Curve(n, rounds, run.rounds[c].to_numpy(float)) for c, n in names.items() if c in run.rounds]
     return (
-        "Wall-clock seconds; the first round includes the start of the workers.",
+        "Wall-clock seconds; other work of the machine counts.",
         f"Line chart: a round takes {np.median(lines[0].mean):.2f} seconds (median).",
         plots.curves({"": lines}, ylabel="seconds", height=2.2, percent=False),
     )
 
 
 # ---- figures of a comparison -----------------------------------------------------------------------------------------
+
+
+MOST_BANDS = 10
+"""Methods up to which curves have bands."""
 
 
 def by_method(runs: Runs) -> dict[str, list[RunResult]]:
@@ -139,15 +143,17 @@ def mean_curve(label: str, table: pd.DataFrame) -> Curve:
     return Curve(label, found.index.to_numpy(float), found["mean"].to_numpy(), found["std"].to_numpy())
 
 
-def _bands(runs: Runs) -> str:
+def bands(runs: Runs) -> str:
+    """Say what bands of several seeds are; an empty string for one seed, and where too many would lie on each other."""
     seeds = len({r.seed for r in runs})
-    return f"; bands: one standard deviation over {seeds} seeds" if seeds > 1 else ""
+    shown = seeds > 1 and len(by_method(runs)) <= MOST_BANDS
+    return f"; bands: one standard deviation over {seeds} seeds" if shown else ""
 
 
 def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing]:
     """Accuracy by round, one line per method, one panel per protocol, bands over seeds; then balanced accuracy."""
     drawings = []
-    bands = _bands(runs)
+    said = bands(runs)
     for what, score, where, source in (
         (
             "accuracy", "accuracy", "Received and trained are means over the clients' own test splits.",
@@ -171,12 +177,12 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
                 Drawing(
                     f"curves-{what}{suffix}",
                     f"Learning curves{', balanced' if what == 'balanced' else ''}" + (f": {name}" if name else ""),
-                    f"Mean {score} by completed rounds{bands}. {where} {counted_clients(runs)}{alone(runs)}",
+                    f"Mean {score} by completed rounds{said}. {where} {counted_clients(runs)}{alone(runs)}",
                     f"Line charts of {what} by completed rounds. At the end: {ends}.",
                     plots.curves(
                         panels,
                         xlabel=COMPLETED,
-                        band=bands.removeprefix("; bands: "),
+                        band=said.removeprefix("; bands: "),
                         baseline=guessing(runs) if what == "accuracy" else None,
                         without=named("global"),
                     ),
@@ -186,43 +192,6 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
     if not drawings:
         raise Unavailable("no round was finished")
     return drawings
-
-
-def traffic_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing]:
-    """Accuracy against all bytes that travelled so far."""
-    lines = []
-    for label, members in by_method(runs).items():
-        tables = []
-        for run in members:
-            curve = next((run.curve(p) for p in ("received", "trained") if f"{p}_accuracy" in run.rounds), None)
-            if curve is not None:
-                # The first point has cost nothing: a logarithmic axis cannot show it.
-                tables.append(curve[curve["bytes"] > 0][["completed", "accuracy", "bytes"]])
-        table = pd.concat(tables).drop_duplicates() if tables else pd.DataFrame()
-        if len(table):
-            means = mean_curve(label, table[["completed", "accuracy"]])
-            moved = mean_curve(label, table[["completed", "bytes"]])
-            lines.append(Curve(label, moved.mean / 1e6, means.mean, means.spread))
-    if not lines:
-        raise Unavailable("nothing travelled: the methods train alone")
-    said = "; ".join(f"{c.label} {percent(c.mean[-1])} for {c.x[-1]:,.1f} MB" for c in lines)
-    return [
-        Drawing(
-            f"traffic{suffix}",
-            "Accuracy for traffic" + (f": {name}" if name else ""),
-            "Accuracy before local training (where it was not measured: after it) against the bytes of all arrays that "
-            f"all clients sent and received so far, in megabytes (10^6 bytes){_bands(runs)}. Methods that send nothing "
-            "are not shown.",
-            f"Line chart of accuracy against traffic: {said}.",
-            plots.curves(
-                {"": lines},
-                xlabel="megabytes, all clients, both ways",
-                log=len(lines) > 1,
-                band=_bands(runs).removeprefix("; bands: "),
-            ),
-            "FedGH, Table 3",
-        )
-    ]
 
 
 SWEEPS = {
@@ -288,19 +257,6 @@ def sweeps(runs: Runs, key: str) -> list[Drawing]:
     if not drawings:
         raise Unavailable(f"no method was run with two values of {key} and all else equal")
     return drawings
-
-
-def non_iid(runs: Runs) -> list[Drawing]:
-    """Accuracy against classes per client, or against the Dirichlet concentration, whatever the runs vary."""
-    varied = [
-        key for key in ("classes-per-client", "alpha") if len({str(r.flat.get(key)) for r in runs if uses(r, key)}) > 1
-    ]
-    if not varied:
-        raise Unavailable(
-            "all runs have the same non-IID degree (alpha, classes-per-client)",
-            "fedapp compare --partitions dirichlet:0.1,dirichlet:0.5,dirichlet:5 ...",
-        )
-    return [drawing for key in varied for drawing in sweeps(runs, key)]
 
 
 def hyperparameters(runs: Runs) -> list[Drawing]:

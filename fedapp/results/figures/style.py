@@ -20,6 +20,7 @@ from typing import Any, ParamSpec
 from weakref import WeakKeyDictionary
 
 import matplotlib as mpl
+from matplotlib.artist import Artist
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
@@ -61,6 +62,7 @@ SETTINGS: Any = dict(mpl.rcParamsDefault) | {
 _P = ParamSpec("_P")
 _NARROWLY: ContextVar[bool] = ContextVar("narrowly", default=False)
 _AGAIN: WeakKeyDictionary[Figure, Callable[[], Figure]] = WeakKeyDictionary()
+_HOVER: WeakKeyDictionary[Figure, list[Sequence[str]]] = WeakKeyDictionary()
 
 
 def styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
@@ -90,6 +92,17 @@ def is_narrow() -> bool:
 def letters(size: float) -> float:
     """Return a size of letters in points, on a phone at least `SMALLEST`."""
     return max(size, SMALLEST) if is_narrow() else size
+
+
+def name_marks(artist: Artist, texts: Sequence[str]) -> None:
+    """Give each mark of a line a text, which a page shows under the pointer."""
+    if not texts:  # nothing is drawn
+        return
+    figure = artist.get_figure(root=True)
+    assert figure is not None, "the artist is drawn"
+    known = _HOVER.setdefault(figure, [])
+    artist.set_gid(f"marks{len(known)}")
+    known.append(texts)
 
 
 _PLACES: ContextVar[Mapping[str, int]] = ContextVar("places", default={})  # noqa: B039, it is never changed
@@ -127,6 +140,17 @@ def _place(label: str) -> int | None:
         if known.partition("(")[0].strip() == label or label.startswith(f"{known}, "):
             return i
     return None
+
+
+def _with_titles(svg: str, group: str, texts: Sequence[str]) -> str:
+    """Give the marks of a group of an SVG their titles, in the order in which they were drawn."""
+    start = svg.index(group)
+    end = svg.find('<g id="', start + 1)
+    head, *marks = re.split(r"(?=<use )", svg[start:end])
+    named = (
+        re.sub("/>", f"><title>{html.escape(t, quote=False)}</title></use>", m, count=1) for m, t in zip(marks, texts)
+    )
+    return svg[:start] + head + "".join(named) + svg[end:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,10 +199,13 @@ class Drawing:
     def _element(self, svg: str, name: str, kind: str) -> str:
         svg = svg[svg.index("<svg") :]
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+        svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)  # a hundredth of a point is not seen
         svg = re.sub(r' id="image[0-9a-f]+"', "", svg)  # of their content, which two scales may share
         svg = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', svg)
         svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
         svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
+        for number, texts in enumerate(_HOVER.get(self.figure, ())):
+            svg = _with_titles(svg, f'<g id="{name}-marks{number}">', texts)
         svg = re.sub(r"'DejaVu Sans'(, *[^;\"]*)?", "var(--sans)", svg)
         # Pixels that are drawn as they are belong to heat maps and to their scales.
         svg = re.sub(r'style="image-rendering:[^"]*pixelated"', 'class="heat"', svg)
