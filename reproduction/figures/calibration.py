@@ -398,7 +398,7 @@ def norms_by_round(runs: Runs) -> Words:
         "all start from, then after local training in round 1 and in the last round. Correlation of images and norms "
         f"within clients, in round 1 and at the end: {said}.",
         f"Heat maps of training images and of norms by round. Correlation within clients: {said}.",
-        maps.heat_grid(rows, "class", "client", runs[0].classes),
+        maps.heat_grid(rows, "class", "client", runs[0].classes, own=("training images",)),
     )
 
 
@@ -550,13 +550,23 @@ def calibration_map(runs: Runs, points: int = 1000) -> Words:
         + " after"
         for n, (_, of) in found.items()
     )
-    rows = {n if len(found) > 1 else "": embedded for n, embedded in found.items()}
+    rows = {
+        n if len(found) > 1 else "": (points, {"truth": of["truth"], **changed(of["before"], of["after"])})
+        for n, (points, of) in found.items()
+    }
     return (
-        "t-SNE of the global trunk's representations of test images, drawn as the number of the true class and of the "
-        f"class that the head answers. Wrong: {said}.",
+        "t-SNE of the global trunk's representations of test images, drawn as the number of the true class, and where "
+        "calibration changes the head's answer, as that of the class before and after; all others are grey. "
+        f"Wrong: {said}.",
         f"Scatter plots of test images by truth and by prediction. Wrong: {said} calibration.",
         plots.embedding(rows),
     )
+
+
+def changed(before: Array, after: Array) -> dict[str, Array]:
+    """Return the predictions that differ, by panel; -1 stands for one that stays as it is."""
+    same = before == after
+    return {"before": np.where(same, -1, before), "after": np.where(same, -1, after)}
 
 
 def label_maps(runs: Runs) -> Words:

@@ -17,7 +17,7 @@ from fedapp.learning.training import batch_slices
 from fedapp.models import head_width, is_own
 from fedapp.results.analysis import Unavailable, config_of, counts_of, method_of
 from fedapp.results.figures.pieces import Curve
-from fedapp.results.figures.plots import sweep
+from fedapp.results.figures.plots import curves
 from fedapp.results.figures.words import Runs, Words, each
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated as tasks
@@ -107,7 +107,7 @@ def head_scaling(runs: Runs) -> Words:
         f"Bytes of the head that a client sends in a round, as the runs counted them: {said}. Dashed: 4 C (N + 1), "
         f"weight and bias as float32 for C = {c} classes.",
         f"Line chart of bytes against the width of the representation: {said}.",
-        sweep(
+        curves(
             {"": [Curve("measured", n, sent), Curve(f"4 C (N + 1), C = {c}", n, 4 * c * (n + 1))]},
             "numbers before the head, N", "bytes up per client and round", percent=False,
         ),

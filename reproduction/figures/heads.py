@@ -27,7 +27,7 @@ from fedapp.results.figures import scores
 from fedapp.results.figures.heads import cross_entropy, loss_words
 from fedapp.results.figures.pieces import Array, Curve
 from fedapp.results.figures.plots import curves
-from fedapp.results.figures.scores import by_method, mean_curve
+from fedapp.results.figures.scores import bands, by_method, mean_curve
 from fedapp.results.figures.words import Runs, Words, each, percent
 from fedapp.results.runs import RUN_MARK, RunResult
 from fedapp.results.statistics import Floats, Ints, within_rows
@@ -226,12 +226,13 @@ def personalisation_maps(runs: Runs) -> Words:
     words = ", ".join(f"{name} {value:.2f}" for name, value in said.items())
     return (
         "First the training images by client and class. The others: L2 norm of each class's row of the output layer, "
-        "each map on its own scale. FedAvg: the global model that all clients receive, the same after one more local "
-        "training (fine-tuned), and the difference of the two. Other methods: the clients' models after their last "
-        "local training. Class models: the class-specific global models of cwFedAvg, Eq. 5, one row per model. "
+        "on one scale; the difference has its own. FedAvg: the global model that all clients receive, the same after "
+        "one more local training (fine-tuned), and the difference of the two. Other methods: the clients' models after "
+        "their last local training. Class models: the class-specific global models of cwFedAvg, Eq. 5, one row per "
+        "model. "
         f"Correlation with the class shares within clients: {words}.",
         f"Heat maps of class counts and of row norms of heads. Correlation within clients: {words}.",
-        maps.named_maps(panels, classes),
+        maps.named_maps(panels, classes, own=("training images", "difference")),
     )
 
 
@@ -275,7 +276,7 @@ def regularisation(runs: Runs) -> Words:
     )
     return (
         "Accuracy of the personalised models before local training, and the mean over clients of R = ||p - p~|| after "
-        "it, in the last round, against the weight lambda of WDR; error bars: one standard deviation over seeds.",
+        f"it, in the last round, against the weight lambda of WDR{bands(chosen).replace('bands', 'error bars')}.",
         f"Line chart of accuracy and R against lambda. {said}.",
         plots.accuracy_and_distance(accuracy, distance, "lambda", log=bool(x[0] > 0 and x[-1] / x[0] >= 20)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,19 +14,23 @@ from fedapp.results.figures.style import WIDTH, styled
 
 
 @styled
-def named_maps(panels: Mapping[str, tuple[Array, str, Sequence[Any]]], classes: Sequence[str]) -> Figure:
-    """Draw maps with classes as columns, three in a row, each on its own scale.
+def named_maps(
+    panels: Mapping[str, tuple[Array, str, Sequence[Any]]], classes: Sequence[str], own: Collection[str] = ()
+) -> Figure:
+    """Draw maps with classes as columns, three in a row, on one scale.
 
     Parameters
     ----------
-    panels : {title: (values (n, C), what its rows are, their n names)}.
+    panels : {title: (values (n, C), what its rows are, their n names)}.   own : panels that have their own scale.
     """
+    low, high = _ends({title: values for title, (values, *_) in panels.items() if title not in own})
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
     height = lines * (1.5 + 0.1 * max(min(len(names), 40) for _, _, names in panels.values()))
     figure, grid = new_figure(WIDTH, min(10.0, height), "", "", lines, columns, grid=None)
     for axes, (title, (values, rows, names)) in zip(grid.flat, panels.items()):
-        mesh = heat_map(axes, values, classes, names, low=None)
+        scale = (None, None) if title in own else (low, high)
+        mesh = heat_map(axes, values, classes, names, low=scale[0], high=scale[1])
         entitle(axes, title)
         axes.set(xlabel="class", ylabel=rows)
         colour_scale(figure, mesh, axes, pad=0.02)
@@ -63,14 +67,18 @@ def conductance(panels: Mapping[str, tuple[Array, Sequence[Any]]], image: Array)
 
 @styled
 def heat_grid(
-    rows: Mapping[str, Mapping[str, Array]], xlabel: str, ylabel: str, columns: Sequence[Any], high: float | None = None
-) -> Figure:
-    """Draw matrices in rows and columns of panels, each with its own scale unless `high` gives a common one from 0.
+    rows: Mapping[str, Mapping[str, Array]], xlabel: str, ylabel: str, columns: Sequence[Any],
+    high: float | None = None, own: Collection[str] = (),
+) -> Figure:  # fmt: skip
+    """Draw matrices in rows and columns of panels, on one scale.
 
     Parameters
     ----------
     rows : {row: {panel: (n, m)}}; every row has as many panels.   columns : names of the matrices' columns.
+    high : upper end of the scale, from 0; None = the ends of the values.   own : panels that have their own scale.
     """
+    shared = {(row, p): values for row, panels in rows.items() for p, values in panels.items() if p not in own}
+    ends = _ends(shared) if high is None else (0.0, high)
     across = max(len(panels) for panels in rows.values())
     side = WIDTH / max(3, across)
     figure, grid = new_figure(
@@ -78,15 +86,20 @@ def heat_grid(
     )
     for line, (name, panels) in zip(grid, rows.items()):
         for axes, (title, values) in zip(line, panels.items()):
-            mesh = heat_map(axes, values, columns, range(len(values)), high=high)
+            low, top = (0, None) if title in own else ends
+            mesh = heat_map(axes, values, columns, range(len(values)), high=top, low=low)
             axes.set_title(f"{name}\n{title}" if name else title, fontsize=7.5)
-            if high is None:
+            if title in own:
                 colour_scale(figure, mesh, axes, pad=0.02)
         for axes in line[len(panels) :]:
             axes.set_visible(False)
-    if high is not None:
-        colour_scale(figure, mesh, grid, pad=0.02)
+    colour_scale(figure, mesh, grid, pad=0.02)
     return figure
+
+
+def _ends(panels: Mapping[Any, Array]) -> tuple[float, float]:
+    """Return the lowest and the highest value of all panels."""
+    return min(float(v.min()) for v in panels.values()), max(float(v.max()) for v in panels.values())
 
 
 @styled

@@ -20,7 +20,7 @@ from fedapp import sampling
 from fedapp.core.averages import RunningMean
 from fedapp.core.classwise import class_globals, class_weights, mix, norm_distribution, wdr
 from fedapp.method import Arrays
-from fedapp.results.figures.pieces import Array
+from fedapp.results.figures.pieces import Array, key, legend
 from fedapp.results.figures.style import COLOURS, MUTED, WIDTH, styled
 from fedapp.results.figures.words import Runs, Words
 
@@ -119,6 +119,10 @@ def _drawn(found: Mapping[str, Mapping[str, Array]]) -> Figure:
     for axes, (title, model) in zip(figure.subplots(3, 4).flat, found.items()):
         _network(axes, model)
         axes.set_title(title, fontsize=8)
+    legend(
+        figure, key("positive weight", color=COLOURS[2]), key("negative weight", color=COLOURS[1], linestyle="--"),
+        key("width: magnitude within a network", color=MUTED, linewidth=3),
+    )  # fmt: skip
     return figure
 
 

@@ -24,6 +24,7 @@ from fedapp.results.figures.pieces import (
     name_ticks,
     new_figure,
 )
+from fedapp.results.figures.plots import numeric_axis
 from fedapp.results.figures.style import COLOURS, DASHES, DOTTED, INK, LINE, MUTED, WIDTH, is_narrow, letters, styled
 
 
@@ -129,16 +130,11 @@ def accuracy_and_distance(accuracy: Curve, distance: Curve, xlabel: str, log: bo
     right = left.twinx()
     right.spines["right"].set_visible(True)
     ticks = sorted({float(v) for v in accuracy.x})
-    crowded = not log and len(ticks) > 2
     shown = [accuracy.label, distance.label]
     for axes, curve in ((left, accuracy), (right, distance)):
-        x = [ticks.index(float(v)) for v in curve.x] if crowded else curve.x
-        look = look_of(curve.label, shown)
-        axes.errorbar(x, curve.mean, yerr=curve.spread, label=curve.label, capsize=2, elinewidth=0.8, **look)
-    if log:
-        left.set_xscale("log")
-        left.minorticks_off()
-    left.set_xticks(range(len(ticks)) if crowded else ticks, [f"{t:g}" for t in ticks])
+        look, spread = look_of(curve.label, shown), curve.spread if np.any(curve.spread) else None
+        axes.errorbar(curve.x, curve.mean, yerr=spread, label=curve.label, capsize=2, elinewidth=0.8, **look)
+    numeric_axis(left, ticks, log or len(ticks) > 2)
     right.set(ylabel="R = ||p - p~||", ylim=(0, None))
     in_percent(left)
     legend(figure)
@@ -179,11 +175,13 @@ def p_against_norms(panels: Mapping[str, tuple[Array, Array]]) -> Figure:
 
 
 def _numbers(axes: Axes, points: Array, group: Array) -> None:
-    """Draw every point as the number of its group, so that groups can be told apart without colour.
+    """Draw every point as the number of its group, so that groups can be told apart without colour; -1 is a grey dot.
 
     Points are drawn in several layers, so that no group lies on top of all others.
     """
-    names = sorted({int(g) for g in group})
+    names = sorted({int(g) for g in group if g >= 0})
+    still_x, still_y = points[group < 0].T
+    axes.scatter(still_x, still_y, s=3, color=LINE, linewidths=0, rasterized=True)
     colours: Any = COLOURS
     if len(names) > len(COLOURS):
         colours = mpl.colormaps["viridis"](np.linspace(0.12, 0.82, len(names)))  # lightness rises with the number
@@ -205,7 +203,7 @@ def embedding(rows: Mapping[str, tuple[Array, Mapping[str, Array]]]) -> Figure:
 
     Parameters
     ----------
-    rows : {title: (points (n, 2), {colouring: group (n,)})}; every embedding has the same colourings.
+    rows : {title: (points (n, 2), {colouring: group (n,), -1 for none})}; every embedding has the same colourings.
     """
     columns = len(next(iter(rows.values()))[1])
     side = WIDTH / columns
@@ -240,7 +238,7 @@ def cka(panels: Mapping[str, Mapping[str, Array]]) -> Figure:
             fan = (np.arange(len(values)) * 0.618 % 1 - 0.5) * 0.12
             axes.plot(j + shift[i] + fan, values, ".", color=look["color"], markersize=3, alpha=0.3, markeredgewidth=0)
             means[j] = values.mean() if len(values) else np.nan
-        axes.plot(np.arange(len(layers)) + shift[i], means, label=label, **look)
+        axes.plot(np.arange(len(layers)), means, label=label, **look)
     axes.set(xlim=(-0.5, len(layers) - 0.5), ylim=(0, 1.03))
     name_ticks(axes.xaxis, layers, rotation=30 if len(layers) > (3 if is_narrow() else 6) else 0)
     legend(

@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
+from fedapp.results.figures.pieces import Curve
+from fedapp.results.figures.plots import sweep
 from fedapp.transport.client_manager import RoundFailed
-from reproduction.figures import papers
+from reproduction.figures import calibration, maps, papers, plots
 
 PAGE = Path(__file__).parents[2] / "docs" / "figures.md"
 
@@ -57,3 +60,43 @@ def test_a_bad_request_says_what_the_figure_needs(tmp_path: Path) -> None:
         papers.draw("fedclassavg-2", [])
     with pytest.raises(BadRequest, match="not a folder"):
         papers.draw("fedclassavg-2", [tmp_path / "missing"])
+
+
+def test_maps_that_are_compared_share_a_scale() -> None:
+    counts, early, late = np.array([[9.0, 1]]), np.array([[1.0, 2]]), np.array([[3.0, 7]])
+    rows = {"a": {"training images": counts, "round 1": early, "round 9": late}}
+    figure = maps.heat_grid(rows, "class", "client", ["0", "1"], own=("training images",))
+    assert [axes.images[0].get_clim() for axes in figure.axes[:3]] == [(0, 9), (1, 7), (1, 7)]
+    panels = {"training images": (counts, "client", [0]), "a": (early, "client", [0]), "b": (late, "client", [0])}
+    figure = maps.named_maps(panels, ["0", "1"], own=("training images",))
+    assert [axes.images[0].get_clim() for axes in figure.axes[:3]] == [(1, 9), (1, 7), (1, 7)]
+
+
+@pytest.mark.parametrize("first", [0.0, 10.0])
+def test_values_far_apart_stand_on_an_axis_of_numbers(first: float) -> None:
+    x = np.array([first, 50, 2000])
+    (axes,) = sweep({"": [Curve("a", x, x / 4000)]}, "samples").axes
+    assert axes.get_xscale() == ("log" if first else "symlog")
+    np.testing.assert_array_equal(axes.lines[0].get_xdata(), x)
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == [f"{v:g}" for v in x]
+
+
+def test_means_of_layers_stand_above_their_names() -> None:
+    figure = plots.cka({"a": {"conv": np.eye(2), "head": np.eye(2)}, "b": {"conv": np.eye(2), "head": np.eye(2)}})
+    means = [line for line in figure.axes[0].lines if line.get_label() in ("a", "b")]
+    assert [list(line.get_xdata()) for line in means] == [[0, 1], [0, 1]]
+
+
+def test_only_predictions_that_change_have_numbers() -> None:
+    before, after = np.array([1, 2, 3]), np.array([1, 5, 3])
+    shown = calibration.changed(before, after)
+    assert {name: list(values) for name, values in shown.items()} == {"before": [-1, 2, -1], "after": [-1, 5, -1]}
+    figure = plots.embedding({"": (np.arange(6.0).reshape(3, 2), shown)})
+    sizes = [sum(len(c.get_offsets()) for c in axes.collections) for axes in figure.axes]
+    assert sizes == [3, 3] and all(len(axes.collections[0].get_offsets()) == 2 for axes in figure.axes)
+
+
+def test_the_toy_example_says_what_its_lines_are() -> None:
+    _, _, figure = papers.PAPERS["cwfedavg-1"].draw(())
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said == ["positive weight", "negative weight", "width: magnitude within a network"]
