@@ -16,6 +16,7 @@ from clients.ccvr import STATISTICS
 from fedapp import config as configuration
 from fedapp import registry
 from fedapp.config import from_flat
+from fedapp.core.gaussian import MomentsPool
 from fedapp.engines.local import prepare
 from fedapp.errors import BadRequest
 from fedapp.results.runs import RunResult
@@ -25,7 +26,6 @@ from fedapp.transport.client_manager import ClientInfo, ClientManager, RoundFail
 from fedapp.transport.records import INFO, METRICS
 from fedapp.transport.virtual import Member
 from strategies._composition import outer_guards
-from strategies.ccvr import CCVR
 from tests.handmade import guard
 from tests.liars import change_arrays, federate
 from tests.matrix import methods
@@ -238,12 +238,11 @@ def test_class_counts_of_ccvr_are_believed_as_far_as_sample_counts(
 ) -> None:
     """On real nodes one client of five says that it has 1e9 samples, in its counts too."""
     seen: list[int] = []
-    pooled = CCVR.pooled
+    add = MomentsPool.add
 
-    def kept(self: CCVR, answers: Any, centres: Any = None) -> Any:
-        listed = list(answers)
-        seen.extend(int(arrays["count"].sum()) for arrays in listed)
-        return pooled(self, listed, centres)
+    def noting(self: MomentsPool, arrays: Any) -> None:
+        seen.append(int(arrays["count"].sum()))
+        add(self, arrays)
 
     def lie(kind: str, reply: Message) -> Message:
         reply.content[METRICS]["num-examples"] = 10**9
@@ -251,7 +250,7 @@ def test_class_counts_of_ccvr_are_believed_as_far_as_sample_counts(
             return change_arrays(reply, lambda n, a: np.full_like(a, 10**7) if n == f"{STATISTICS}count" else a)
         return reply
 
-    monkeypatch.setattr(CCVR, "pooled", kept)
+    monkeypatch.setattr(MomentsPool, "add", noting)
     settings: dict[str, Any] = {"method": method, "method_args": f"epochs=1 cov={cov}", "min_replies": 0.5, **QUICK}
     federate(tmp_path / "run", [1], lie, 5, nodes=True, **settings)
     assert len(seen) == 5 and max(seen) <= 10 * np.median(seen)
