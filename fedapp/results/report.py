@@ -314,6 +314,7 @@ def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
         gallery,
         comparison=comparison,
         datasets=sorted({str(r.flat.get("dataset", "?")) for r in runs}),
+        methods=len({r.label for r in runs if r.method != "local"}),
         seeds=len({r.seed for r in runs}),
         started=started,
         settings=[_answered(comparison, answer, len(answers) > 1) for answer in answers],

@@ -139,6 +139,7 @@ def gain_by_rows(panels: Mapping[str, tuple[pd.DataFrame, Sequence[str]]]) -> Fi
             )
             name_marks(marks, [texts[i] for i in chosen])
         entitle(axes, title)
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         rows = [table["rows"] for table, _ in panels.values()]
         if max(r.max() for r in rows) > 20 * max(1, min(r.min() for r in rows)):
             _in_numbers(axes)
