@@ -90,3 +90,22 @@ def test_variants_that_differ_in_a_point_or_a_sign_have_folders_of_their_own() -
     labels = ["cwfedavg(lam=1.0)", "cwfedavg(lam=10)", "local(lr=1e-5)", "local(lr=1e5)", "fedprox(mu=0.1)", "x" * 99]
     folders = [folder_of(label) for label in labels]
     assert len(set(folders)) == 6 and folders[0] == "cwfedavg-lam=1.0" and max(map(len, folders)) == 80
+
+
+def test_variants_in_two_settings_have_their_labels_and_training_alone_stands_last(tmp_path: Path) -> None:
+    rows = ["method,variant,dataset,partition,alpha,classes_per_client,sweep,seed"]
+    for alpha in (0.3, 2.0):
+        for variant, own in (("local", ""), ("fedprox(lr=0.2)", "lr = 0.2\n"), ("fedprox(lr=0.1)", "lr = 0.1\n")):
+            method = variant.partition("(")[0]
+            out = tmp_path / "runs" / f"digits-dirichlet-{alpha:g}" / f"{folder_of(variant)}-s0"
+            out.mkdir(parents=True)
+            text = f'method = "{method}"\ndataset = "digits"\npartition = "dirichlet"\nalpha = {alpha}\n{own}'
+            (out / "config.toml").write_text(text)
+            rows.append(f"{method},{variant},digits,dirichlet,{alpha},,,0")
+    (tmp_path / "results.csv").write_text("\n".join(rows) + "\n")
+    found = read_comparison(tmp_path)
+    assert found.labels == ("fedprox(lr=0.2)", "fedprox(lr=0.1)", "local")
+    assert {(r.label, r.flat.get("lr")) for r in found.runs} == {
+        ("local", None), ("fedprox(lr=0.2)", 0.2), ("fedprox(lr=0.1)", 0.1),
+    }  # fmt: skip
+    assert [r.setting["alpha"] for r in found.runs] == [0.3] * 3 + [2.0] * 3
