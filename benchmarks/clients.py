@@ -68,7 +68,7 @@ def images(folder: Path, clients: int, each: tuple[int, int]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     number = sum(each) * clients
-    y = rng.integers(0, 10, number)
+    y = np.arange(number) % 10
     noise = rng.integers(-60, 61, (number, 8, 8, 1), dtype=np.int16)
     x = np.clip(rng.integers(0, 256, (10, 8, 8, 1), dtype=np.int16)[y] + noise, 0, 255).astype(np.uint8)
     cut = each[0] * clients
