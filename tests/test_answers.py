@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -37,7 +39,7 @@ def test_each_question_has_a_sentence(four: Path) -> None:
         r"Better than training alone: FedClassAvg by 4\.7 points \(\+\d\.\d to \+\d\.\d\)\. Worse ", difference
     )
     assert "Worse than training alone: FedAvg by 20.0 points" in difference and "Not decided: LG-FedAvg." in difference
-    assert harm.startswith("FedClassAvg helps") and "harms 0; training alone a second time 0 and 0." in harm
+    assert harm.startswith("FedClassAvg helps") and "harms 0; by chance (training alone, run again) 0 and 0." in harm
     assert "Most are harmed by FedAvg: 20." in harm
     assert tenth.startswith("Worst tenth of the clients, against that of training alone: FedClassAvg +4.7 (")
     assert classes == "Highest on all classes: FedClassAvg, 42.3 % (training alone 40.0 %)."
@@ -119,6 +121,41 @@ def test_a_method_that_lost_seeds_has_no_interval_and_the_others_keep_theirs(tmp
     row = answered(tmp_path).test("fedclassavg")
     assert row is not None and rows["LG-FedAvg"][:3] == ["80.0", "–", "–"]
     assert rows["FedClassAvg"][1:3] == ["+4.7", f"{100 * row['low']:+.1f}"]
+
+
+def test_a_second_call_leaves_no_table_of_the_first(four: Path) -> None:
+    assert len(answered(four).again) == 3
+    shutil.rmtree(four / "runs")
+    shutil.rmtree(four / "again")
+    comparison(four, {name: values[:1] for name, values in FOUR.items()}, clients=20)
+    assert len(answered(four).again) == 0 and "again" not in screen(Comparison(four, ()))
+
+
+def test_titles_from_a_foreign_folder_reach_the_terminal_as_text(four: Path) -> None:
+    for name in ("results", "significance", "again"):
+        pd.read_csv(four / f"{name}.csv").assign(dataset="\x1b[31mred").to_csv(four / f"{name}.csv", index=False)
+    shown = CliRunner().invoke(cli.app, ["show", str(four), "--all"]).stdout
+    assert "\x1b" not in shown and r"\x1b[31mred" in shown
+
+
+def test_a_method_that_is_not_installed_is_shown_without_its_payload(four: Path) -> None:
+    for name in ("results", "significance"):
+        table = pd.read_csv(four / f"{name}.csv").replace("fedclassavg", "mine")
+        table.to_csv(four / f"{name}.csv", index=False)
+    assert answered(four).sentences()[3] == "A client of mine sends 2,600 B a round."
+
+
+def test_a_reference_that_lost_seeds_or_all_is_named(four: Path, tmp_path: Path) -> None:
+    comparison(tmp_path / "lost", {**FOUR, "local": ALONE[:1]}, clients=20)
+    assert answered(tmp_path / "lost").power().startswith("Only 1 seed of 3 finished")
+    (four / "significance.csv").unlink()
+    assert any(alert.startswith("No differences: ") for alert in answered(four).alerts())
+
+
+def test_harm_against_another_reference_says_that_it_is_against_training_alone(four: Path) -> None:
+    tests = pd.read_csv(four / "significance.csv").replace("local", "fedavg")
+    tests[tests["variant"] != "fedavg"].to_csv(four / "significance.csv", index=False)
+    assert answered(four).sentences()[1].startswith("Against training alone, ")
 
 
 def test_show_prints_the_screen_again_and_everything_when_asked(four: Path) -> None:

@@ -54,6 +54,7 @@ def test_seeds_that_agree_have_the_spread_of_rounding() -> None:
 def test_one_seed_has_no_interval_and_counts_among_the_rows() -> None:
     table = differences_of({**THREE, "d": [0.5]}, 1e-4)
     assert math.isnan(table["d"].error) and table["d"].word(0.01) == ""
+    assert differences_of({"two": [0.5, 0.5]}, 1e-4)["two"].word(0.01) == "", "two seeds have no word either"
     assert table["a"].high - table["a"].mean == pytest.approx(stats.t.ppf(1 - 0.025 / 4, 4) * table["a"].error)
 
 

@@ -84,7 +84,7 @@ def test_a_walk_ends_in_a_report_and_in_a_model_that_predicts(title: str, rounds
     (comparison,) = (here / "runs").iterdir()
     results = pd.read_csv(comparison / "results.csv")
     page = Page((comparison / "report.html").read_text(encoding="utf-8"))
-    assert len(results) == 3 and "Standalone" in page.said
+    assert len(results) == 9 and "Standalone" in page.said
     words = shlex.split(commands[-1])
     run, client, table = (words[words.index(option) + 1] for option in ("--run", "--client", "--out"))
     assert run.endswith(METHODS[title[0]] + "-s0") and (here / run / "report.html").is_file()

@@ -147,7 +147,9 @@ def results(
         calibration = summary.get("calibration") or {}
         row.update({f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")})
         row.update({k: summary[k] for k in ("bytes_up", "bytes_down", "dropped")})
-        row.update(test_mean=(summary["test_sizes"] or {}).get("mean"), test_median=run.test_rows.median())
+        row.update(
+            test_mean=(summary["test_sizes"] or {}).get("mean"), test_median=run.test_rows[run.test_rows > 0].median()
+        )
         row.update(stopped=summary.get("stopped") or "")
         if any(j.result.privacy for j in jobs):
             row |= {f"privacy_{k}": run.privacy.get(k) for k in ("unit", "epsilon", "delta")}
@@ -180,10 +182,11 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
 
     Returns
     -------
-    One row per setting, measure and method: `seeds`, `by_seed` (the differences, separated by blanks), their mean
+    One row per setting, measure and method: `seeds`, `by_seed` (the differences, a JSON list), their mean
     `mean_difference` and spread `std_over_seeds` (ddof 1), the interval `low` to `high` that holds for all methods of a
-    setting and measure together (:func:`differences_of`), `margin` and `word` (:class:`Difference`), the probabilities
-    `worse`, `equal` and `better` by more than the margin, `p` of the t-test and `p_holm` corrected over the methods.
+    setting and measure together (:func:`differences_of`), `margin` and `word` (:class:`Difference`; empty below three
+    seeds), the probabilities `worse`, `equal` and `better` by more than the margin, `p` of the t-test, `p_holm`
+    corrected over the methods, and `standard_error`.
     Methods that fine-tune are also compared on `tuned`, against the reference's `trained` score where it does not
     fine-tune itself.
     """
@@ -198,7 +201,8 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
             pooled = measure.endswith(BALANCED)
             step = max(j.result.resolution(pooled) for j in members)
             tested = measured(itertools.chain.from_iterable(j.result.test_rows for j in members))
-            median = float(np.median(tested)) if (tested > 0).any() else math.inf
+            tested = tested[tested > 0]
+            median = float(np.median(tested)) if len(tested) else math.inf
             margin = margin_of(level, 1 / step if pooled else median)
             found = differences_of(differences, step)
             corrected = holm([d.p for d in found.values()])
@@ -320,11 +324,16 @@ def write(
     jobs = [j for j in jobs if j.result.ok]
     if not table.empty:
         write_table(out / "results.csv", table)
-    if jobs:
-        write_table(out / "curves.csv", curves(jobs))
-        write_table(out / "significance.csv", significance(jobs, reference))
-    if second := [j for j in again if j.result.ok]:
-        write_table(out / f"{AGAIN}.csv", results(second, "", alone=jobs))
+    second = [j for j in again if j.result.ok]
+    for name, found in (
+        ("curves.csv", curves(jobs) if jobs else None),
+        ("significance.csv", significance(jobs, reference) if jobs else None),
+        (f"{AGAIN}.csv", results(second, "", alone=jobs) if second else None),
+    ):
+        if found is None:  # a table of an earlier call would be read as one of this call
+            (out / name).unlink(missing_ok=True)
+        else:
+            write_table(out / name, found)
     if any(j.result.sampled and not len(j.result.evaluations) for j in jobs):
         notes = [*notes, "completed rounds and MB to a target count points over all clients only; with sampled clients "
                  "that is the end of the run, unless --set evaluate-every=1 adds others"]  # fmt: skip

@@ -157,10 +157,12 @@ class Answer:
         if math.isnan(gain):
             return ""
         clients = tally([[gain + same + lose]])
-        text = f"{self.name(self.leader)} helps {tally([[gain]])} of {clients} clients and harms {tally([[lose]])}"
+        against = "" if self.reference == self.alone else "Against training alone, "
+        helps, harms = tally([[gain]]), tally([[lose]])
+        text = f"{against}{self.name(self.leader)} helps {helps} of {clients} clients and harms {harms}"
         if len(self.again):
             by_chance = (tally(self.again[[column]].to_numpy()) for column in ("gain", "lose"))
-            text += f"; training alone a second time {' and '.join(by_chance)}"
+            text += f"; by chance (training alone, run again) {' and '.join(by_chance)}"
         losing = {v: mean for v in self.methods if not math.isnan(mean := self.harm(v)[2])}
         most = max(losing, key=lambda v: losing[v])
         more = f" Most are harmed by {self.name(most)}: {tally([[losing[most]]])}." if losing[most] > lose else ""
@@ -184,16 +186,21 @@ class Answer:
         return f"Highest on all classes: {self.name(best)}, {percent(known[best])} %{beside}."
 
     def _cost(self) -> str:
-        method = registry.get(self.leader.partition("(")[0])
-        shown = "" if method.per_class is None else ", numbers of single classes among it"
-        sent = size(self.mean(self.leader, "bytes_up"))
-        return f"A client of {self.name(self.leader)} sends {sent} a round. Exchanged: {method.travels}{shown}."
+        sent = f"A client of {self.name(self.leader)} sends {size(self.mean(self.leader, 'bytes_up'))} a round."
+        try:
+            method = registry.get(self.leader.partition("(")[0])
+        except BadRequest:  # a method that is not installed here
+            return sent
+        shown = "" if method.per_class is None else ", including numbers for single classes"
+        return f"{sent} Exchanged: {method.travels}{shown}."
 
     def power(self) -> str:
         """Say which differences so few seeds can show; empty without a method."""
         rows = list(self.tests.get("headline", {}).values())
         if not rows:
             return ""
+        if self.seeds < 3 <= (asked := self.table["seed"].nunique()):
+            return f"Only {counted(self.seeds, 'seed')} of {asked} finished with the reference and a method."
         spread = mean_and_std([])[0]
         errors = sorted(row["standard_error"] * math.sqrt(row["seeds"]) for row in rows if row["seeds"] > 1)
         if errors:
@@ -210,6 +217,8 @@ class Answer:
         for label, rows in failed.groupby("variant", sort=False):
             runs = int((self.table["variant"] == label).sum())
             yield f"{self.name(str(label))} failed ({len(rows)} of {counted(runs, 'seed')}): {rows['failed'].iloc[0]}"
+        if self.methods and not self.tests.get("headline"):
+            yield f"No differences: {self.name(self.reference)} and no method have finished a seed in common."
         if self.clients == 1:
             yield "One client: there is nothing to federate."
         done = self.finished
@@ -303,7 +312,7 @@ def screen(comparison: Comparison, everything: bool = False) -> str:
     ends = [f"  {name:8} {text}" for name, text in _paths(comparison, everything)]
     lines = []
     for answer in answers:
-        methods = counted(len({*answer.table["variant"]} - {answer.alone}), "method")
+        methods = counted(answer.table.loc[answer.table["method"] != "local", "variant"].nunique(), "method")
         seeds = counted(answer.table["seed"].nunique(), "seed")
         rounds = counted(int(answer.table["rounds"].max()), "round")
         title = f"{methods} on {setting_title(answer.table)}, {rounds}, {seeds}"
@@ -356,7 +365,7 @@ def _table(answer: Answer, width: int, lines: int | None) -> list[str]:
         return []
     majority = percent(answer.finished["majority"].mean())
     fixed.append([GUESS, majority, *[""] * (len([*rows, *fixed][0]) - 2)])
-    note = ["* as the server delivers it; all others after local training"] if answer.delivered else []
+    note = ["* as delivered; others after local training or fine-tuning"] if answer.delivered else []
     heads = heads_of(answer)
     # A number is never cut: columns that a narrow terminal has no room for are left out, the last ones first.
     widths = [

@@ -60,13 +60,13 @@ class Difference:
         return float(2 * stats.t.sf(abs(self.mean) / self.error, self.freedom))
 
     def word(self, margin: float) -> str:
-        """Return the decision in words; empty with one seed.
+        """Return the decision in words; empty with one seed or two.
 
         Parameters
         ----------
         margin : smallest difference that matters, see :func:`margin_of`.
         """
-        if math.isnan(self.error):
+        if len(self.values) < 3:
             return ""
         equal = self.equals(margin)
         if not self.low > 0 and not self.high < 0:

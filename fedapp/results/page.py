@@ -34,7 +34,7 @@ from fedapp.results.statistics import DASH, duration, percent, size
 MOST_ROWS = 400
 """Rows that a table of the page shows at most; the rest is in the CSV file that it names."""
 SECTIONS = {
-    "differences": "Against training alone",
+    "differences": "Differences",
     "scores": "Results",
     "clients": "Who gains",
     "bytes": "What it costs",

@@ -45,7 +45,7 @@ for (const table of document.querySelectorAll(".table table")) {
       const rows = [...body.rows].map((row) => [number(row.cells[column]), row.cells[column].textContent, row]);
       rows.sort(([a, s], [b, t]) => {
         if (isNaN(a) !== isNaN(b)) return isNaN(a) ? 1 : -1;
-        return sign * (isNaN(a) ? t.localeCompare(s) : a - b);
+        return sign * (isNaN(a) ? s.localeCompare(t) : a - b);
       });
       body.append(...rows.map(([, , row]) => row));
     }).append(...words);

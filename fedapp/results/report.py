@@ -37,7 +37,7 @@ from fedapp.results.answers import (
 from fedapp.results.directory import write_text
 from fedapp.results.figures import Gallery, Progress
 from fedapp.results.page import MOST_ROWS, Cell, Table, meaning, place, render, share
-from fedapp.results.runs import PROTOCOL_TEXT, Comparison, RunResult, read, read_table, varying
+from fedapp.results.runs import PROTOCOL_TEXT, TUNED_PAIRS, Comparison, RunResult, read, read_table, varying
 from fedapp.results.statistics import DASH, duration, mean_and_std, number, percent, size, traffic
 from fedapp.results.tables import meaning as tabled_meaning
 from fedapp.results.tables import tables_of
@@ -393,7 +393,8 @@ def _further_tables(comparison: Comparison, answer: Answer, order: Sequence[str]
             [title_of(v), *(Cell(cell(by[v])) for cell in columns.values())] for v in [*order, AGAIN_TITLE] if v in by
         ]
         name = title.partition(",")[0].partition("(")[0].strip() if at else "Scores"
-        yield name, Table(["method", *columns], rows, title.replace("\n", " "))
+        pairs = f" {TUNED_PAIRS}" if "tuned" in columns and title.startswith("Difference") else ""
+        yield name, Table(["method", *columns], rows, title.replace("\n", " ") + pairs)
 
 
 def _bibtex(comparison: Comparison, version: str) -> str:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from rich.text import Text
 
-from fedapp.errors import counted
+from fedapp.errors import counted, plain
 from fedapp.lazy import pd
 from fedapp.registry import title_of
 from fedapp.results import intervals
@@ -78,7 +78,7 @@ def print_tables(comparison: Comparison) -> None:
         for title, rows, columns in tables_of(part, *here, meaning(runs), metrics):
             groups = [(title_of(str(label)), mine) for label, mine in rows.groupby("variant", sort=False)]
             failed = [title_of(label) for label in lost] if "failed" in rows else []
-            console.print(Text(title, style="table.title"))
+            console.print(Text(plain(title, whole=True), style="table.title"))
             print_fitting(
                 console,
                 [*(name for name, _ in groups), *failed],
@@ -175,7 +175,9 @@ def tables_of(
         },
     )
     if len(tests) and seeds > 1:
-        names = {m: " ".join(m.removesuffix("_accuracy").split("_")[::-1]) for m in tests["measure"].unique()}
+        named = {"headline_worst_tenth": "headline, worst tenth"}
+        measures = tests["measure"].unique()
+        names = {m: named.get(m) or " ".join(m.removesuffix("_accuracy").split("_")[::-1]) for m in measures}
         judged = "95 % interval that holds for all methods of the column" if seeds > 2 else "one value for each seed"
         yield (
             f"Difference to {title_of(tests['reference'].iloc[0])} in points, {judged}\n({meaning})",

@@ -59,7 +59,7 @@ def differences(runs: Runs, answer: Answer, name: str, suffix: str) -> Iterator[
 
 def _clients(runs: Runs) -> tuple[dict[str, list[tuple[RunResult, pd.DataFrame]]], int]:
     """Return each method's runs with what its clients gain against training alone, and the number of seeds."""
-    alone = {(r.seed, r.data_seed): r.headline_counts() for r in runs if r.alone}
+    alone = {(r.seed, r.data_seed): r.headline_counts() for r in reversed(runs) if r.alone}
     if not alone:
         raise Unavailable("no run of training alone", "fedapp compare --methods local,...")
     found: dict[str, list[tuple[RunResult, pd.DataFrame]]] = {}
@@ -177,7 +177,7 @@ def recall(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
 
 def curves(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
     """Draw each method's headline by completed rounds, less that of training alone after as many."""
-    alone = {(r.seed, r.data_seed): r.curve("trained") for r in runs if r.alone}
+    alone = {(r.seed, r.data_seed): r.curve("trained") for r in reversed(runs) if r.alone}
     lines = []
     for label, members in by_method(runs).items():
         tables = []
