@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import tempfile
@@ -97,7 +98,8 @@ def locked(
     """
     lock = FileLock(path, mode=0o600)  # a user who can read it could hold it
     try:
-        path.touch(mode=0o600)  # the library would make a folder that is missing
+        if not path.parent.is_dir():  # the library would make it
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         try:
             lock.acquire(timeout=0)
         except Timeout:

@@ -347,8 +347,13 @@ class Method:
         asked = {f"query.{kind}" for kind in self.queries}
         if not found or len(sums) < len(found) or asked - reductions.keys() or self.id in UNTESTED:
             return None
-        weights = "".join(s.weights for s in sums) or "samples"
-        return Sums(weights, tuple(dict.fromkeys(n for s in sums for n in s.totals)), "".join(s.rows for s in sums))
+        if self.reduces is None and not self.strategy.__module__.startswith("strategies."):
+            return None  # a method of another package may read single replies without saying so
+        weights, rows = ({getattr(s, name) for s in sums} - {""} for name in ("weights", "rows"))
+        if len(weights) > 1 or len(rows) > 1:
+            return None  # a sum has one kind of weights and one array with a row for each class
+        totals = tuple(dict.fromkeys(n for s in sums for n in s.totals))
+        return Sums(next(iter(weights), "samples"), totals, next(iter(rows), ""))
 
     def units(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return the values of `dp` for which the method has a form with noise, with these hyperparameters."""

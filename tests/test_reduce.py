@@ -20,7 +20,7 @@ from fedapp.federation.loop import RoundLoop
 from fedapp.method import BaseHParams, Reply, ServerState, Sums
 from fedapp.reduce.plain import MeanReducer, PlainClassMeans
 from fedapp.reduce.robust import RobustClassMeans
-from fedapp.reduce.spec import ClassMean, Each, Mean
+from fedapp.reduce.spec import ClassMean, Each, Mean, form_problem
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from strategies.base import FedStrategy
 from strategies.fedavg import METHOD as FEDAVG
@@ -180,3 +180,31 @@ def test_a_mean_of_decoded_arrays_has_no_form_of_its_own() -> None:
     reducer.add(reply(0, 1, {"half": np.ones(1, np.float32)}))
     assert reducer.result()["head.weight"].tolist() == [2.0]
     assert spec.form(context(point(0.0)), {"model": point(0.0)}) is None
+
+
+class Foreign(FedAvg):
+    """The server of another package, which may walk single replies."""
+
+
+def test_what_a_declaration_does_not_say_is_not_permitted() -> None:
+    foreign = dataclasses.replace(FEDAVG, strategy=Foreign)
+    assert FEDAVG.sums(BaseHParams()) == Sums("samples") and foreign.sums(BaseHParams()) is None
+    declared = dataclasses.replace(foreign, reduces={"train": {"a": Mean(), "b": Mean()}})
+    assert declared.sums(BaseHParams()) == Sums("samples")
+    mixed = dataclasses.replace(foreign, reduces={"train": {"a": Mean(), "b": Mean(weights="uniform")}})
+    assert mixed.sums(BaseHParams()) is None, "a sum has one kind of weights"
+
+
+def test_further_arrays_of_a_method_that_declares_no_reductions_are_accepted() -> None:
+    method = dataclasses.replace(FEDAVG, strategy=Foreign, extra_up=("mine/",))
+    strategy = Foreign(method, BaseHParams())
+    state = strategy.init(context(point(0.0)))
+    assert refusal(strategy, state, reply(0, 1, {**point(1.0), "mine/x": np.zeros(1, np.float32)})) is None
+    told = refusal(strategy, state, reply(0, 1, {**point(1.0), "yours": np.zeros(1, np.float32)}))
+    assert told is not None and "yours" in told
+
+
+@pytest.mark.parametrize("dtype", [np.complex128, np.bool_, np.float32])
+def test_counts_are_whole_numbers(dtype: Any) -> None:
+    assert form_problem({"n": np.ones(2, dtype)}, {"n": np.zeros(2, np.int64)}) is not None
+    assert form_problem({"n": np.ones(2, np.uint8)}, {"n": np.zeros(2, np.int64)}) is None

@@ -64,6 +64,7 @@ class Reader:
 
     def __init__(self, method: Method, hparams: Any, context: ServerContext, policy: Policy) -> None:
         self.context, self.policy = context, policy
+        self._further = method.allows if method.reduces is None else lambda name: False
         self.reductions = {
             exchange: {n: r if policy.privacy is None else noised(r) for n, r in found.items()}
             for exchange, found in method.reductions(hparams).items()
@@ -124,7 +125,8 @@ class Reader:
         known = {name for r, form in forms for name in (*form, *(r.further if isinstance(r, Rows) else ()))}
 
         def problem(reply: Reply) -> str | None:
-            if extra := [n for n in reply.arrays.keys() - known - model if not n.startswith(prefixes)]:
+            unknown = reply.arrays.keys() - known - model
+            if extra := [n for n in unknown if not n.startswith(prefixes) and not self._further(n)]:
                 return Impossible(f"'{min(extra)}' was not asked for")
             return next((p for r, form in forms if (p := r.problem(self.context, reply, form))), None)
 

@@ -12,7 +12,7 @@
 =============  =================================================================
 
 From this declaration follow the form of a reply, the reference of robust rules, and the template of secure sums. The
-form in which a reduction is computed, plain or robust, is the run's, and a method does not see it.
+run chooses the form, plain, robust or with noise, and a method does not see it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def form_problem(arrays: Arrays, form: Arrays) -> str | None:
         if name not in arrays:
             return Impossible(f"'{name}' is missing")
         array = arrays[name]
-        if array.shape != like.shape or (array.dtype.kind == "f") != (like.dtype.kind == "f"):
+        if array.shape != like.shape or array.dtype.kind not in ("f" if like.dtype.kind == "f" else "iu"):
             return Impossible(f"'{name}' is {array.dtype} {array.shape}, expected {like.dtype} {like.shape}")
     return None
 

@@ -139,9 +139,10 @@ class FederatedData:
         """
         if self.partition.split == "merged" or self.own_moments or self.dataset.parts:
             return None
-        rows = np.sort(np.concatenate([c.test for c in self.partition.clients]))
         if self.partition.split == "official":
             rows = self.dataset.num_train + np.arange(self.dataset.num_test)
+        else:
+            rows = np.sort(np.concatenate([c.test for c in self.partition.clients]))
         return on_device(self.dataset.take(rows), device)
 
 

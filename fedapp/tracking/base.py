@@ -56,7 +56,7 @@ class Tracker:
 
         Parameters
         ----------
-        step : number of the round, from 1; only the last scores of a resumed run may come twice.
+        step : number of the round, from 1; the last round and the last scores of a resumed run may come twice.
         scores : name -> number. `round/<column of rounds.csv>`, `evaluation/<column of evaluations.csv>`,
             `client_<column of clients.csv>/<client>`, `final_client_<column of final.csv>/<client>`.
         """

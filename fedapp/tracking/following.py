@@ -191,7 +191,7 @@ class Trackers:
         tags = {"method": of.federation.method, "dataset": of.data.dataset, "seed": str(of.federation.seed)}
         tags |= {"folder": str(self.out), "fedapp": __version__}
         facts = self.out, short_name(self.out), settings(of, self.out), tags
-        last = int(known.setdefault("round", 0))
+        last = int(known.setdefault("round", max(known.pop("steps", {}).values(), default=0)))  # `steps`: version 0.2
         tracker = self.working[name] = _class(name)(Tracked(*facts, key=str(known["key"]), step=last))
         known["key"] = tracker.key
         if tracker.where:
