@@ -340,7 +340,8 @@ def test_a_comparison_shows_metrics_headlines_and_whom_methods_harm(tmp_path: Pa
     assert "judged by: trained for Standalone; received for FedAvg, FedProx." in shown
     page = (tmp_path / "c" / "report.html").read_text()
     assert (
-        "clients: gain / same / lose" in page
-        and "received for FedAvg, FedProx." in page
+        "gain / same / lose: clients whose headline is above" in page
+        and ">FedAvg *<" in page
+        and ">FedProx *<" in page
         and "trained ece, worst tenth" in page
     )
