@@ -245,7 +245,7 @@ def compare(
 ) -> None:
     """Compare methods on the same data, partition and sampled clients.
 
-    The same command again goes on with a comparison that was interrupted.
+    Repeat the command to continue an interrupted comparison.
 
     Without --methods: the rows that a recipe lists, else the file's method and Standalone. Exit codes as fedapp run.
     """
@@ -319,7 +319,7 @@ def predict(
     client: Client = None,
     received: Annotated[bool, typer.Option("--received", help="the client's model before local training")] = False,
     model: Annotated[
-        Path | None, typer.Option(help="in place of --run: a personal.safetensors, or a run's models/last.safetensors")
+        Path | None, typer.Option(help="instead of --run: a personal.safetensors, or a run's models/last.safetensors")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="number of classes to show per sample")] = 3,
     dataset: Annotated[str, typer.Option(help="for a server's model: the data set it was trained on")] = "",
