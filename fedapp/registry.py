@@ -71,7 +71,7 @@ def _files() -> tuple[str, ...]:
 
 @functools.cache
 def _own(name: str) -> Method | str:
-    """Return the method of a file, or why it is none."""
+    """Return the method that a file defines, or why it is invalid."""
     try:
         return _method_of(name)
     except Exception as e:
@@ -79,7 +79,7 @@ def _own(name: str) -> Method | str:
 
 
 def _found(name: str) -> Method | str | None:
-    """Return a method, why it is none, or None where there is nothing of this name.
+    """Return a method, why it is invalid, or None for an unknown name.
 
     Nothing else is imported: 38 files take 0.14 s, and on a node the packages of others may not be imported.
     """

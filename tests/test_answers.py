@@ -16,7 +16,7 @@ from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.results.answers import Answer, alerts_of, answers_of, screen
 from fedapp.results.runs import Comparison, read_comparison
-from tests.synthetic import comparison
+from tests.madeup import scored as comparison
 
 ALONE = [0.8, 0.81, 0.79]
 FOUR = {"local": ALONE, "fedclassavg": [0.85, 0.86, 0.83], "lgfedavg": [0.81, 0.79, 0.8], "fedavg": [0.6, 0.62, 0.58]}
@@ -201,3 +201,11 @@ def test_standalone_again_has_the_same_partition_and_the_next_training_seed(tmp_
         assert [(j.config.federation.seed, j.config.data_seed) for j in again] == wanted
         assert [j.seed for j in again] == [4, 5, 6][: len(again)]
         assert all(j.out.parent == tmp_path / "again" for j in again)
+
+
+def test_clients_without_test_rows_have_no_say_in_margin_and_median(tmp_path: Path) -> None:
+    comparison(tmp_path, FOUR, clients=5, rows=[0, 0, 0, 50, 40])
+    answer = answered(tmp_path)
+    assert any("Few test rows: 45 of the median client" in alert for alert in answer.alerts())
+    row = answer.test("fedclassavg")
+    assert row is not None and row["margin"] == pytest.approx(1 / 45)

@@ -67,8 +67,7 @@ def test_one_seed_has_no_interval_and_counts_among_the_rows() -> None:
     ],
 )  # fmt: skip
 def test_words(mean: float, error: float, word: str) -> None:
-    outer, inner = 4.3 * error, 2.92 * error
-    found = Difference(np.zeros(3), mean, error, 2.0, mean - outer, mean + outer, inner)
+    found = Difference(np.zeros(3), mean, error, 2.0, rows=1)
     assert found.word(0.01) == word
 
 

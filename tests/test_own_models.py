@@ -167,8 +167,8 @@ def test_a_wrong_model_is_refused_before_anything_is_trained(name: str, message:
         (ModelSettings(model_args="feature=3"), "cannot be built: TypeError.*it takes .*features"),
         (ModelSettings(model_args="num_classes=3"), "num_classes comes from the data"),
         (ModelSettings(model_args="features"), "'features' is not name=value"),
-        (ModelSettings(head="fc1"), "'fc1' is no Linear with 10 outputs: set head to one of: fc2"),
-        (ModelSettings(head="fc9"), "'fc9' is no Linear layer of it: set head to one of: fc2"),
+        (ModelSettings(head="fc1"), "'fc1' is not a Linear with 10 outputs: set head to one of: fc2"),
+        (ModelSettings(head="fc9"), "'fc9' is not a Linear layer of it: set head to one of: fc2"),
     ],
 )
 def test_wrong_options_are_refused(options: ModelSettings, message: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedapp.results import statistics
+from fedapp.results.intervals import differences_of
 
 # ---- over clients and rounds -----------------------------------------------------------------------------------------
 
@@ -70,9 +71,10 @@ def test_spread_over_seeds_is_that_of_a_sample() -> None:
     assert all(math.isnan(v) for v in statistics.mean_and_std([]))
 
 
-def test_the_interval_is_that_of_the_t_test() -> None:
+def test_the_interval_of_a_row_is_that_of_the_t_test() -> None:
     wanted = stats.ttest_1samp([0.02, 0.05, 0.03], 0).confidence_interval(0.9)
-    assert statistics.interval([0.02, 0.05, 0.03, None], 0.001) == pytest.approx((wanted.low, wanted.high))
+    found = differences_of({"row": [0.02, 0.05, 0.03, math.nan]}, 0.001)["row"]
+    assert (found.mean - found.inner, found.mean + found.inner) == pytest.approx((wanted.low, wanted.high))
 
 
 def test_seeds_that_agree_exactly_are_known_to_a_resolution() -> None:
@@ -81,13 +83,12 @@ def test_seeds_that_agree_exactly_are_known_to_a_resolution() -> None:
     assert step == 1 / 450 == statistics.resolution([45] * 10, pooled=True)
     assert statistics.resolution([10, 10, 70, None, 0]) == 1 / 30 and statistics.resolution([10, 80], True) == 1 / 90
     error = step / 12**0.5 / 3**0.5
-    low, high = statistics.interval([0.025] * 3, step)
-    assert (high - low) / 2 == pytest.approx(stats.t.ppf(0.95, 2) * error)
+    assert differences_of({"row": [0.025] * 3}, step)["row"].inner == pytest.approx(stats.t.ppf(0.95, 2) * error)
 
 
 def test_one_seed_is_not_tested() -> None:
     assert math.isnan(statistics.resolution([]))
-    assert all(math.isnan(v) for v in statistics.interval([0.3], 0.1))
+    assert math.isnan(differences_of({"row": [0.3]}, 0.1)["row"].inner)
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ def under(prefix: str, arrays: Mapping[str, Array]) -> Arrays:
 
 
 def split(payload: Payload, prefix: str) -> tuple[Payload, Arrays]:
-    """Split a payload into what is left without the arrays under `prefix`, and those by their names without it.
+    """Split a payload into the arrays outside `prefix`, and those under it by their names without it.
 
-    A client's `receive` and `reference` take every array of a payload for one of the model. A method that sends others
-    beside it takes them out first.
+    A client's `receive` and `reference` treat every array of a payload as part of the model. A method that sends other
+    arrays too removes them first.
     """
     common, arrays = (
         {name: array for name, array in part.items() if not name.startswith(prefix)}
@@ -36,7 +36,7 @@ def split(payload: Payload, prefix: str) -> tuple[Payload, Arrays]:
 
 
 def split_numbered(prefix: str, payload: Payload) -> tuple[Payload, list[Arrays]]:
-    """Split a payload into what is left, and the models under `prefix` in numeric order."""
+    """Split a payload into the arrays outside `prefix`, and the models under it in numeric order."""
     rest, found = split(payload, prefix)
     models: dict[int, Arrays] = {}
     for name, array in found.items():

@@ -70,7 +70,7 @@ _KINDS: dict[str, tuple[str | None, str]] = {
     "two-class": (None, "two random classes a client, equal sizes, drawn with replacement"),
     "shards": (
         "classes-per-client",
-        "samples sorted by label are cut into equal shards, of which each client gets a few",
+        "samples sorted by label are cut into equal shards; each client gets a few",
     ),
     "by-client": (None, "a column of your data says which client each sample belongs to"),
     "file": (None, "an index file says who holds what (partition-file)"),

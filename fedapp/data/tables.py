@@ -244,7 +244,7 @@ def _sources(path: Path, names: Sequence[str], features: Sequence[str], columns:
 
 def _csv_rows(path: Path, features: Sequence[str], count: int, columns: Sequence[str]) -> tuple[Any, dict[str, str]]:
     mark, header = _header(path)
-    # A number or a truth value is no name of a column.
+    # Numbers, true and false are values: the file has no header.
     if not set(header) & set(features) and any(is_number(c) or c.lower() in ("true", "false") for c in header):
         if len(header) != count:
             raise BadRequest(f"{path} has {counted(len(header), 'column')} of features, but the model takes {count}")

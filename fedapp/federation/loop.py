@@ -103,15 +103,16 @@ class RoundLoop(WayBack):
         state : state after round `done` (None: start with `init`).   previous : what was before it, if it is known.
         control : values sent with the messages of a round, such as whether to measure the balanced score.
         evaluate_every : n > 0: evaluate all clients every n rounds.
-        final_training : in evaluations of all clients each trains once more on what it would receive next, so that all
-            `trained` scores are of one age; False scores each client's model as it was last trained.
+        final_training : whether each client trains one more round before an evaluation of all clients, from the model
+            that it would receive next. All `trained` scores then have one age. Without it each client's last trained
+            model is scored.
 
         select : finalize and score what `callbacks.selected` returns. Evaluations between rounds then score only what
             clients receive, and there is one after the last round too.
 
-        each : how the evaluation of a client differs from that of all; None: it is not evaluated.
+        each : evaluation overrides for one client; None skips it.
         unseen : clients that take no part. After the last evaluation of all others each gets what `send` has for it.
-        secure : makes one reply of all, of which the server sees no single one.
+        secure : session of secure aggregation; the server sees only the sum of the replies.
 
         Returns
         -------
@@ -170,7 +171,7 @@ class RoundLoop(WayBack):
         except Spoiled as e:
             if previous is None or not self.goes_back(manager):
                 raise
-            # Nobody has trained on the last update, so that it is found only now. It cannot be repeated any more.
+            # No client has trained on the last update, so the fault shows only here. The round cannot be repeated.
             again = reset(manager, previous, rounds + 1)
             callbacks.went_back(e, previous, "the one before it is scored")
             state = self._end(manager, previous.state, rounds, {**last, **again}, callbacks, e.dropped)
@@ -271,7 +272,7 @@ class RoundLoop(WayBack):
         result: RoundResult,
         control: Mapping[str, Any],
     ) -> Iterator[Reply]:
-        """Send messages and yield the good replies, or one in place of all where the server is to see only sums."""
+        """Send messages and yield the good replies, or with secure sums the one reply that stands for all of them."""
         strategy, secure = self.strategy, self.strategy.secure
         sums = strategy.method.sums(strategy.hparams) if secure else None
         template = {n: strategy.context.initial[n] for n in expected} | strategy.further(state, kind) if sums else {}

@@ -165,8 +165,8 @@ def _head_path(name: str, net: nn.Module, num_classes: int, settings: ModelSetti
     fitting = [path for path, layer in linear.items() if layer.out_features == num_classes]
     if settings.head:
         if settings.head not in fitting:
-            what = f"is no Linear with {num_classes} outputs" if settings.head in linear else "is no Linear layer of it"
-            raise BadRequest(f"model '{name}': head = '{settings.head}' {what}: {_choices(linear, fitting)}")
+            what = f"a Linear with {num_classes} outputs" if settings.head in linear else "a Linear layer of it"
+            raise BadRequest(f"model '{name}': head = '{settings.head}' is not {what}: {_choices(linear, fitting)}")
         return settings.head
     if not fitting:
         raise BadRequest(f"model '{name}' has no Linear with {num_classes} outputs: {_choices(linear, fitting)}")

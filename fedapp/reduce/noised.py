@@ -40,7 +40,7 @@ class Noised(Reduction):
         return {self.prefix + name: np.zeros(shape) for name, shape in self.joint(context).shapes.items()}
 
     def problem(self, context: ServerContext, reply: Reply, form: Arrays) -> str | None:
-        """Return why arrays are no noised statistics, or None."""
+        """Return why arrays are not noised statistics, or None."""
         return self.joint(context).problem_of(under(self.prefix, reply.arrays))
 
 

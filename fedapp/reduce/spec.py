@@ -172,7 +172,7 @@ class Rows(Reduction):
     outputs : whether rows are outputs of a model, (S, C), and not representations.
     further : names of other arrays of a reply, which the method checks.
     noised : prefix of noised counts and sums of all classes, which a reply holds instead in a run with `dp = example`;
-        empty = there is no such form.
+        empty = the rows have no form with noise.
     """
 
     rows: str
@@ -201,11 +201,11 @@ class Total(Reduction):
     arrays : gives the arrays of a client without samples.
     check : `check(context, arrays, lost)` returns why arrays cannot be such sums; each number may have been rounded by
         at most `lost`.
-    samples : gives the number of samples behind sums. Where it is missing the arrays are losses, of which the first is
-        that of the smallest factor (`core.sums.capped_losses`).
+    samples : gives the number of samples behind sums. Without it the arrays are losses; the first belongs to the
+        smallest factor (`core.sums.capped_losses`).
     read : decodes the sum over all clients.
     apart : whether the server needs each client's own as well.   capped : whether `count-cap` bounds them.
-    moments : which second moments the form with noise has, see `core.privacy.Joint`; None = there is no such form.
+    moments : second moments of the form with noise, see `core.privacy.Joint`; None = the sums have no form with noise.
     remade : gives the result of `read` from noised counts, sums and second moments of all clients.
     """
 
@@ -307,7 +307,7 @@ class ClassMeans:
 
     Attributes
     ----------
-    values : (C, d) float64; only rows of classes that somebody sent have a meaning.   seen : (C,), which these are.
+    values : (C, d) float64; only rows of classes that a client sent have a meaning.   seen : (C,), which these are.
     owned : classes (S,) int32 of each client, ascending, where replies are those of single clients.
     """
 
@@ -330,7 +330,7 @@ class Audit:
 
     Attributes
     ----------
-    screened : numbers of statistics that were bounded or left out; empty where there is no screening.
+    screened : numbers of statistics that were bounded or left out; empty without screening.
     pulls : clients without whom a fit moves far, with the move as a multiple of the median one.
     """
 

@@ -26,7 +26,7 @@ SETTING = ["dataset", "partition", "alpha", "classes_per_client", "sweep"]
 HARM = ["gain", "same", "lose"]
 """Columns that say how many clients a method helps and harms, against training alone."""
 ALONE, AGAIN, GUESS = "alone", "alone again", "majority class"
-"""Rows of the screen that are no methods of the call."""
+"""Further rows of the screen, below the methods of the call."""
 AGAIN_TITLE = "Standalone again"
 """Row of Standalone's second runs in a table of harm."""
 LINES, METHODS, ALERTS, SENTENCES = 23, 8, 3, 6

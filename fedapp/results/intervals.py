@@ -1,7 +1,7 @@
 """Differences between methods over seeds: one interval for a table, and the words and numbers that follow from it.
 
 The unit is the seed. The clients of one seed share a partition, an initial model and a federation, so their differences
-are no independent evidence; balanced scores of one global model are one number, however many clients there are. So each
+are not independent evidence; balanced scores of a global model are one number, however many clients there are. Each
 seed gives one number, its mean difference, and every interval here is a t interval over seeds.
 
 Differences are shares in [-1, 1].
@@ -36,17 +36,35 @@ class Difference:
     ----------
     values : one for each seed (n,).   mean : of the values.
     error : standard error of the mean; freedom : its degrees of freedom; both NaN with one seed.
-    low, high : interval that holds for all rows of the table together, at 95 %; NaN with one seed.
-    inner : half the width of this row's own 90 % interval, for two one-sided tests at 5 %.
+    rows : of the table, which share the probability of an error.
     """
 
     values: Floats
     mean: float
     error: float
     freedom: float
-    low: float
-    high: float
-    inner: float
+    rows: int
+
+    def half_width(self, tail: float) -> float:
+        """Return half the width of this row's own t interval with so much probability beyond either end."""
+        from scipy import stats
+
+        return float(stats.t.ppf(1 - tail, self.freedom)) * self.error
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval that holds for all rows together; NaN with one seed."""
+        return self.mean - self.half_width(0.025 / self.rows)
+
+    @property
+    def high(self) -> float:
+        """Upper end of the same interval."""
+        return self.mean + self.half_width(0.025 / self.rows)
+
+    @property
+    def inner(self) -> float:
+        """Half the width of this row's own 90 % interval, for two one-sided tests at 5 %."""
+        return self.half_width(0.05)
 
     def equals(self, margin: float) -> bool:
         """Return whether two one-sided t-tests at 5 % exclude a difference of `margin` in either direction."""
@@ -114,14 +132,12 @@ def differences_of(table: Mapping[str, Iterable[float]], resolution: float) -> d
     found = {}
     for name, values in rows.items():
         n, mean = len(values), float(values.mean())
-        error = freedom = half = inner = math.nan
+        error = freedom = math.nan
         if name in variance:
             prior = prior_freedom(n, len(rows))
             freedom = n - 1 + prior
             error = math.sqrt((prior * common + (n - 1) * variance[name]) / freedom / n)
-            half = float(stats.t.ppf(1 - 0.025 / len(rows), freedom)) * error
-            inner = float(stats.t.ppf(0.95, freedom)) * error
-        found[name] = Difference(values, mean, error, freedom, mean - half, mean + half, inner)
+        found[name] = Difference(values, mean, error, freedom, len(rows))
     return found
 
 
@@ -158,9 +174,6 @@ def smallest_seen(seeds: int, rows: int, power: float = 0.8) -> float:
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------
-
-COLUMNS = ("seeds", "by_seed", "mean_difference", "low", "high", "word")
-"""Columns of `significance.csv` that :func:`in_words` reads."""
 
 
 def in_words(row: Mapping[str, Any]) -> str:

@@ -157,31 +157,6 @@ def holm(p: Sequence[float]) -> list[float]:
     return [float(v) for v in corrected]
 
 
-def standard_error(numbers: Floats, resolution: float) -> float:
-    """Return the standard error of the mean of (n,) numbers, n > 1.
-
-    Numbers that agree exactly have no spread, though each is known only to its resolution. So the variance is at least
-    that of rounding, resolution^2 / 12.
-    """
-    return math.sqrt(np.maximum(numbers.var(ddof=1), resolution**2 / 12) / len(numbers))
-
-
-def interval(values: Iterable[float], resolution: float, level: float = 0.9) -> tuple[float, float]:
-    """Return the two-sided t confidence interval of the mean of values (n,); NaN for fewer than two values.
-
-    Parameters
-    ----------
-    resolution : smallest step of such a value, > 0; see :func:`standard_error`.
-    """
-    numbers = measured(values)
-    if len(numbers) < 2:
-        return math.nan, math.nan
-    from scipy import stats
-
-    half = float(stats.t.ppf((1 + level) / 2, len(numbers) - 1)) * standard_error(numbers, resolution)
-    return float(numbers.mean()) - half, float(numbers.mean()) + half
-
-
 def resolution(tests: Iterable[Any], pooled: bool = False) -> float:
     """Return the smallest step of a mean accuracy over clients; NaN where no test rows are known.
 

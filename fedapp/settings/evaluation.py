@@ -34,7 +34,7 @@ class EvaluationSettings(Group):
     )
     final_training: bool = Field(
         True,
-        description="for scores of all clients, each trains once more on what it would receive next; nothing is kept",
+        description="before scores of all clients, each trains its next model for one more round; nothing is kept",
     )
     final_clients: Annotated[int, Field(ge=1)] | Auto = Field(
         "auto",

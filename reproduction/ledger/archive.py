@@ -257,7 +257,7 @@ def _summary(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what is no number; True and False, which Python counts among the integers, are none."""
+    """Keep numbers alone; True and False, integers for Python, do not count."""
     return {k: v for k, v in values.items() if v is None or (isinstance(v, int | float) and not isinstance(v, bool))}
 
 

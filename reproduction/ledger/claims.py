@@ -170,15 +170,6 @@ Number = Annotated[tuple[PairText, str], BeforeValidator(_number)]
 # ---- outcomes --------------------------------------------------------------------------------------------------------
 
 
-def _halves(differences: Floats, resolution: float, level: float) -> tuple[float, float]:
-    """Return half the width of the t interval, and of that of two one-sided tests at the level."""
-    from scipy import stats
-
-    found = differences_of({"": differences}, resolution)[""]
-    outer, inner = (float(stats.t.ppf(1 - tail, found.freedom)) for tail in (level / 2, level))
-    return outer * found.error, inner * found.error
-
-
 def over_seeds(
     differences: Floats, resolution: float, text: str, level: float = LEVEL, negligible: float = NEGLIGIBLE
 ) -> Verdict:
@@ -187,13 +178,14 @@ def over_seeds(
     Parameters
     ----------
     resolution : smallest step of the number.   text : our numbers.
-    negligible : smallest difference that matters; 0 for a number that is no accuracy.
+    negligible : smallest difference that matters; 0 for a number other than an accuracy.
     """
     mean = float(differences.mean())
-    half, inner = _halves(differences, resolution, level)
+    found = differences_of({"": differences}, resolution)[""]
+    half, inner = found.half_width(level / 2), found.half_width(level)
     shown = points if negligible else "{:+.1f}".format
     text = f"{text}, difference {shown(mean)} ({shown(mean - half)} to {shown(mean + half)})"
-    p = min(1.0, differences_of({"": differences}, resolution)[""].p * LEVEL / level)
+    p = min(1.0, found.p * LEVEL / level)
     if abs(mean) > half:
         return Verdict("holds" if mean > 0 else "does not hold", text, p)
     if abs(mean) + inner < negligible:
@@ -262,7 +254,7 @@ class EqualOverClients(Rule):
         """Decide it; an interval that lies outside the margin decides against it."""
         x, y, d = e.means(self.runs(), self.protocol)
         level = e.level(len(d))
-        _, half = _halves(d, e.resolution(self.runs()), level)
+        half = differences_of({"": d}, e.resolution(self.runs()))[""].half_width(level)
         low, high = float(d.mean()) - half, float(d.mean()) + half
         text = f"{spread(x)} against {spread(y)} ({self.protocol}), "
         text += f"{100 - 200 * level:g} % interval {points(low)} to {points(high)}"

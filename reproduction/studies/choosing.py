@@ -33,8 +33,9 @@ from fedapp.experiments.compare import pending_config, run_here
 from fedapp.experiments.jobs import common_public
 from fedapp.experiments.shipped import Entry, Value, read
 from fedapp.results.directory import write_text
+from fedapp.results.intervals import differences_of
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import DASH, interval, spread, tally, worst
+from fedapp.results.statistics import DASH, spread, tally, worst
 from reproduction.ledger.archive import identity
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -234,6 +235,12 @@ def resolution(runs: Group) -> float:
     steps = [np.diff(values).min() for values in scores if len(values) > 1]
     clients = len(next(iter(by_seed.values()))[0])
     return float(np.median(steps)) / clients if steps else math.nan
+
+
+def interval(values: Sequence[float], step: float) -> tuple[float, float]:
+    """Return the 90 % t interval of a mean over seeds; NaN for one seed. `step` is the resolution of a value."""
+    found = differences_of({"": values}, step)[""]
+    return found.mean - found.inner, found.mean + found.inner
 
 
 def gain(values: Sequence[float], step: float) -> str:

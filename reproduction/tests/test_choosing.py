@@ -16,9 +16,8 @@ from fedapp import registry
 from fedapp.config import RunConfig, from_flat
 from fedapp.engines.local import run_local
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import interval
 from reproduction.studies import choosing
-from reproduction.studies.choosing import Kept, definition, digest
+from reproduction.studies.choosing import Kept, definition, digest, interval
 
 BLOCK = definition().block[0]
 PAGE = "".join(
