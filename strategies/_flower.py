@@ -303,7 +303,7 @@ class FlowerLoop(FedAvg):
         return shapes if whole else dict(self._maths.expected(shapes))
 
     def undeclared(self, reply: Reply, shared: Callable[[str], bool]) -> str | None:
-        """Return what is wrong with a reply that holds other arrays than those shared and declared, or None."""
+        """Return the problem of a reply with arrays that are neither shared nor declared, or None."""
         names = [n for n in reply.arrays if not shared(n) and not self.method.allows(n)]
         return f"'{names[0]}' is not an array that {self.method.id} shares" if names else None
 

@@ -37,7 +37,7 @@ def notes() -> dict[str, dict[str, Any]]:
 
 
 def facts(method: Method) -> dict[str, Any]:
-    """Return what is known of a method without a run: its declaration, its counted costs, its authors' settings."""
+    """Return the facts of a method: its declaration, its counted costs, its authors' settings."""
     from importlib.metadata import metadata
 
     known = notes().get(method.id, {})

@@ -23,7 +23,7 @@ def server_context(
     buffers: str = "global",
     score: Callable[[Mapping[str, Array], Mapping[str, Scalar]], float | None] | None = None,
 ) -> ServerContext:
-    """Return what a strategy knows at the start; the initial values are those of a new model of `spec`.
+    """Return the context of a strategy at the start; the initial values are those of a new model of `spec`.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def server_context(
 
 
 def first_payload(method: Method, hparams: Any, task: Task) -> Payload:
-    """Return what the server would send in round 1 if this were the only client."""
+    """Return the payload of round 1 for this client alone."""
     client = method.client(task, method, hparams)
     metrics, facts = client.register()
     shapes = {n: tuple(s) for n, s in json.loads(str(facts["shapes"])).items()}

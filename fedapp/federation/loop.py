@@ -290,7 +290,7 @@ class RoundLoop(WayBack):
         control: Mapping[str, Any],
         ids: Sequence[int] | None = None,
     ) -> RoundResult:
-        """Score clients, by default all that take part, after `server_round`, on what the server would send next."""
+        """Score clients, by default all that take part, after `server_round`, with the payload of the next round."""
         result = RoundResult(kind, server_round)
         values: dict[int, Mapping[str, Any]] = {}
         if ids is None:

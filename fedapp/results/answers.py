@@ -24,7 +24,7 @@ from fedapp.results.statistics import DASH, mean_and_std, percent, size, tally
 SETTING = ["dataset", "partition", "alpha", "classes_per_client", "sweep"]
 """Columns that tell the settings of a comparison apart."""
 HARM = ["gain", "same", "lose"]
-"""Columns that say how many clients a method helps and harms, against training alone."""
+"""Numbers of clients that gain, score the same and lose against training alone."""
 ALONE, AGAIN, GUESS = "alone", "alone again", "majority class"
 """Further rows of the screen, below the methods of the call."""
 AGAIN_TITLE = "Standalone again"
@@ -32,7 +32,7 @@ AGAIN_TITLE = "Standalone again"
 LINES, METHODS, ALERTS, SENTENCES = 23, 8, 3, 6
 """Most lines of the screen (a prompt has the 24th of a terminal), rows of methods, lines of alerts and of sentences."""
 FEW_ROWS = 50
-"""With fewer test rows of the median client an alert says what one row is worth."""
+"""With fewer test rows of the median client, an alert states the weight of one row."""
 
 
 # ---- one setting -----------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ FEW_ROWS = 50
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a comparison says of one setting.
+    """The answer of a comparison for one setting.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Answer:
 
     @cached_property
     def delivered(self) -> set[str]:
-        """The methods that are judged by what the server delivers, before local training."""
+        """The methods judged by the delivered model, before local training."""
         judged = self.finished.groupby("variant")["headline"].unique()
         return {v for v in self.methods if list(judged[v]) == ["received"]}
 
@@ -212,7 +212,7 @@ class Answer:
     # ---- alerts
 
     def alerts(self) -> Iterator[str]:
-        """Name what a reader must know before the numbers count."""
+        """Yield the warnings that a reader needs before the numbers."""
         failed = self.table[self.table["failed"] != ""]
         for label, rows in failed.groupby("variant", sort=False):
             runs = int((self.table["variant"] == label).sum())

@@ -345,7 +345,7 @@ MADE_WITH = {"fedapp": "fedapp", "Python": "python", "processor:": "processor", 
 
 
 def _answered(comparison: Comparison, answer: Answer, several: bool) -> dict[str, Any]:
-    """Return what the page says of one setting: its sentences, and its tables with the methods in one order."""
+    """Return the page's answer for one setting: its sentences, and its tables with the methods in one order."""
     order = [*answer.called, *([answer.alone] if answer.alone else [])]
     heads = ["method", *("".join(h.split("\n")) if "/" in h else h.replace("\n", " ") for h in heads_of(answer)[1:])]
     heads.append("decision")

@@ -165,7 +165,7 @@ def run(
     out: Path, data: Path | None, blocks: Sequence[Block], methods: Sequence[str], path: Path,
     workers: int | None, minutes: float,
 ) -> bool:  # fmt: skip
-    """Run what is missing in `path`, seed by seed, write each finished run there, start nothing after `minutes`.
+    """Run the entries that `path` lacks, seed by seed, write each finished run there, and start none after `minutes`.
 
     With 0 minutes all runs are started. Returns whether all went well.
     """

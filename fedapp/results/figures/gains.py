@@ -25,7 +25,7 @@ MEASURES = {
     "received_accuracy": ("as delivered", f"The received models, before local training. {PAIRED}"),
     "headline_worst_tenth": ("worst tenth", "Each method's own worst tenth of the clients, on own test rows."),
 }
-"""Measures of significance.csv that have a plot: its name, and what is compared."""
+"""Measures of significance.csv with a plot: its name, and the compared score."""
 MOST_METHODS = 3
 """Methods whose single clients are shown: panels stand beside each other."""
 MOST_MARKS = 300

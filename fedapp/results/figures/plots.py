@@ -96,7 +96,7 @@ def clients_alone(panels: Mapping[str, tuple[pd.DataFrame, Sequence[str]]], name
 
     Parameters
     ----------
-    panels : method -> (`side`, `score`, `alone` of each client, what a page shows under the pointer).
+    panels : method -> (`side`, `score`, `alone` of each client, hover text).
     """
     height = 1.0 + 0.16 * len(names)
     figure, (grid,) = new_figure(WIDTH, height, "own test rows", "", columns=len(panels), grid=None, sharex=True)
@@ -125,7 +125,7 @@ def gain_by_rows(panels: Mapping[str, tuple[pd.DataFrame, Sequence[str]]]) -> Fi
 
     Parameters
     ----------
-    panels : method -> (`side`, `score`, `alone`, `rows` of each client, what a page shows under the pointer).
+    panels : method -> (`side`, `score`, `alone`, `rows` of each client, hover text).
     """
     across = {"columns": len(panels), "sharex": True, "sharey": True}
     figure, (grid,) = new_figure(WIDTH, 2.7, "training rows of the client", "gain in points", **across)
@@ -153,7 +153,7 @@ def points(values: Mapping[str, tuple[float, float, str]], lines: Mapping[str, f
 
     Parameters
     ----------
-    values : method -> (bytes, > 0, score, what a page shows under the pointer).   lines : dotted heights by name.
+    values : method -> (bytes, > 0, score, hover text).   lines : dotted heights by name.
     """
     figure, ((axes,),) = new_figure(WIDTH, 3.0, xlabel, "accuracy")
     front, best = [], -np.inf
