@@ -64,6 +64,7 @@ def blank(name: str, data_dir: str | None = None, *_: object) -> Dataset:
 def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tasks._federated.cache_clear()
     monkeypatch.setattr(datasets, "load", blank)
+    monkeypatch.setattr(datasets, "_latest", {})  # without data sets that earlier tests loaded under these names
     yield
     tasks._federated.cache_clear()
 
