@@ -24,12 +24,12 @@ import typer
 
 from fedapp import config as configuration
 from fedapp.config import RunConfig
-from fedapp.engines import control, runner, supervise
+from fedapp.engines import control, local, runner, supervise
 from fedapp.engines.control import Control, LaunchError
 from fedapp.engines.superlink import Outcome
 from fedapp.errors import BadRequest, plain
 from fedapp.results.cells import cell
-from fedapp.results.directory import ANNOUNCED, absolute, check_out, keep_rows, new_folder, run_name, write_json
+from fedapp.results.directory import ANNOUNCED, keep_rows, write_json
 from fedapp.results.terminal import echo
 from fedapp.tracking import following
 
@@ -97,17 +97,14 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     """
     to = connection(superlink)
     resume = bool(values.get("resume", False))
-    config = configuration.from_flat({**values, "resume": False})
-    configuration.check_node(config)
-    following.check(config.storage.track)
+    config = local.read_values(values, configuration.check_node)
     if dry_run:
         runner.print_config(config)
         with contextlib.suppress(BadRequest):  # the nodes' data need not be here
             echo("\n".join(runner.what_leaves(config.replaced(clients=config.data.clients or 3))))
         echo(f"SuperLink: {to.name}, {to.address}, {'plain HTTP' if to.insecure else 'TLS'}")
         return 0
-    here = absolute(out) if out is not None else new_folder(Path("runs"), run_name(config))
-    check_out(here, resume)
+    here = local.run_folder(config, out, resume=resume)
     there = str(here)
     if resume and not (here / "checkpoint").is_dir():
         there = str(configuration.read_toml(here / "config.toml")["out"])

@@ -25,11 +25,17 @@ DEFAULT_CLIENTS = 10
 Listener = Callable[[Mapping[str, Any]], None]
 
 
+def read_values(values: Mapping[str, Any], check: Callable[[RunConfig], None]) -> RunConfig:
+    """Return the configuration of flat keys after `check` and a look at its trackers."""
+    config = configuration.from_flat({**values, "resume": False})
+    check(config)
+    following.check(config.storage.track)
+    return config
+
+
 def effective(values: Mapping[str, Any]) -> RunConfig:
     """Make the effective configuration of a simulation: `auto` resolved, number of clients set, paths absolute."""
-    config = configuration.from_flat({**values, "resume": False})
-    configuration.check_simulation(config)
-    following.check(config.storage.track)
+    config = read_values(values, configuration.check_simulation)
     paths = {
         "data_dir": config.data.data_dir,
         "state_dir": config.storage.state_dir,
@@ -58,13 +64,15 @@ def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:
 
 def placed(config: RunConfig, out: Path | None, *, resume: bool) -> RunConfig:
     """Check an effective configuration against data, models and run directory, and return it with its `out`."""
-    if out is not None:
-        out = absolute(out)
     tasks.check(config, config.data.clients)
-    if out is None:
-        out = new_folder(Path("runs"), run_name(config))
-    check_out(out, resume)
-    return config.replaced(out=str(out), resume=resume)
+    return config.replaced(out=str(run_folder(config, out, resume=resume)), resume=resume)
+
+
+def run_folder(config: RunConfig, out: Path | None, *, resume: bool) -> Path:
+    """Return the absolute run directory, by default a new one, after a look at what it holds."""
+    folder = new_folder(Path("runs"), run_name(config)) if out is None else absolute(out)
+    check_out(folder, resume)
+    return folder
 
 
 def resumed(out: Path, given: Mapping[str, Any], *others: str) -> dict[str, Any]:
