@@ -5,7 +5,6 @@ The file is long because the life of a run is told in one place, in the order in
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -14,7 +13,6 @@ import statistics
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from logging import INFO
@@ -35,6 +33,7 @@ from fedapp.data import partitions
 from fedapp.data.card import data_card, in_lines
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, counted, plain
+from fedapp.federation import server_model
 from fedapp.federation.context import server_context
 from fedapp.federation.loop import Callbacks, RoundLoop, RoundResult
 from fedapp.federation.rollback import Earlier
@@ -43,9 +42,8 @@ from fedapp.learning.evaluation import LOW_IS_GOOD, Scores, column, evaluate, me
 from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import StateError, write_safetensors
 from fedapp.learning.task import ModelSpec
-from fedapp.method import Array, Arrays, ClientInfo, Scalar, Scored, ServerContext, ServerState
-from fedapp.models import MODEL_NAMES, check_model, own, selection, weights
-from fedapp.models.bounded import Bounded
+from fedapp.method import Array, Arrays, Scalar, Scored, ServerContext, ServerState
+from fedapp.models import own, selection
 from fedapp.results.directory import (
     ANNOUNCED,
     MOST_CURVES,
@@ -77,9 +75,6 @@ from fedapp.transport.virtual import Member
 from strategies.base import FedStrategy
 
 app = ServerApp()
-MOST_NUMBERS = 1 << 28
-"""Largest model, in numbers, that the server builds because a real node names it: 1 GiB in float32."""
-
 Event = Callable[[Mapping[str, Any]], None]
 MUCH = 1 << 30
 """Bytes of replies that a server holds without a warning."""
@@ -183,25 +178,6 @@ def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
     if cause is not None and (blamed or (bad and cause["stage"] == "register")):
         entry.update({k: cause[k] for k in ("client", "round", "stage", "traceback")}, cause=cause["message"])
     return entry
-
-
-def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> list[ClientInfo]:
-    """Return the clients whose architecture the server may build: of the zoo, or an own model of its own run.
-
-    A node may name any text as its model, and the server imports no code for that.
-
-    Raises
-    ------
-    BadRequest : there is none; says what to do.
-    """
-    found = [i for i in infos if i.model in (*MODEL_NAMES, *config.model.names)]
-    if not found:
-        names = ", ".join(sorted({i.model for i in infos}))
-        raise BadRequest(
-            f"the nodes have models ({names}) that this run does not name, and the server "
-            "builds one of them for its initial values: name it in the run's model, or give one node a model of fedapp"
-        )
-    return found
 
 
 class Run(Callbacks):
@@ -343,16 +319,6 @@ class Run(Callbacks):
         self.warnings.append(text)
         self.tell({"kind": "warning", "text": text})
 
-    @staticmethod
-    def known_model(config: RunConfig, clients: Sequence[ClientInfo]) -> str:
-        """Return the run's `model` with `auto` replaced by what the clients say that it is.
-
-        Only by a name of the zoo: code that a client names must not get into the run's configuration.
-        """
-        theirs = [i.model for i in clients if config.model.name_of(i.client) == "auto" and i.model in MODEL_NAMES]
-        auto = Counter(theirs).most_common(1)[0][0] if theirs else "auto"
-        return ",".join(auto if name == "auto" else name for name in config.model.names)
-
     def go(self) -> dict[str, Any]:
         """Run all rounds and write the summary."""
         config = self.config
@@ -365,10 +331,10 @@ class Run(Callbacks):
             self.manager.gather(config.data.clients)
         self.manager.agree(self.method)
         if not self.simulation:
-            self.manager.leave_out(self._impossible())
+            self.manager.leave_out(server_model.impossible(self.manager))
         present = [i for _, i in sorted(self.manager.infos.items())]
         # Where the clients' own data decide the model, the clients say which one it is.
-        known = config.replaced(model=self.known_model(config, present))
+        known = config.replaced(model=server_model.known_model(config, present))
         if self.simulation and not config.data.clients:
             known = known.replaced(clients=len(present))
         if known != config:
@@ -384,7 +350,8 @@ class Run(Callbacks):
         self.infos = [i for i in present if i.client not in self.extra["unseen"]]
         configuration.check_liars(config, len(self.infos), self.simulation)
         configuration.check_sums(config, len(self.infos))
-        self._choose_model()
+        self.spec = server_model.choose(self.manager, self.infos, config, lambda spec: self._context(spec).initial)
+        self.infos = [i for i in self.infos if i.client in self.manager.infos]
         self._data()
         self.scoring = scoring.scoring(
             config, {i.client: i.num_samples for i in self.infos}, self.spec.num_classes, self.simulation,
@@ -467,99 +434,6 @@ class Run(Callbacks):
         except StateError:
             return None
         return Earlier(self.done - 1, state, _states(extra))
-
-    def _shape(self, client: ClientInfo) -> tuple[int, ...]:
-        return tuple(json.loads(str(self.manager.facts[client.client]["shape"])))
-
-    def _impossible(self) -> dict[int, str]:
-        """Return why clients cannot have the model that they name, by client: it does not take their samples."""
-        found = {}
-        for i in self.manager.infos.values():
-            try:
-                if i.model in MODEL_NAMES:
-                    check_model(i.model, self._shape(i))
-            except BadRequest as e:
-                found[i.client] = f"client {i.client} cannot have the model that it names: {e}"
-        return found
-
-    def _choose_model(self) -> None:
-        """Choose the model of which the server has initial values, and leave out the clients that do not fit it.
-
-        A client may name any model. So the server takes the first one that it can build and whose shared arrays have
-        the shapes that more than half of the clients state, or the one that fits most of them.
-
-        Raises
-        ------
-        BadRequest : there is no model that the server may build, or too few clients are left.
-        Exception : none can be built: that of the first.
-        """
-        failed: list[Exception] = []
-        found: tuple[ModelSpec, dict[int, str]] | None = None
-        for built in self._candidates():
-            shape = self._shape(built)  # a method for several architectures may have inputs of several shapes
-            unit = self.config.privacy.unit_features
-            self.spec = ModelSpec(built.model, built.num_classes, shape, 0, self.config.model, unit)
-            # The size of a model of the zoo follows from the shape that a client states.
-            bounded = built.model in MODEL_NAMES and not self.simulation
-            limit = Bounded(MOST_NUMBERS, f"a model for samples of the shape {shape} is too large")
-            try:
-                with limit if bounded else contextlib.nullcontext():
-                    wrong = self._misfits()
-            except Exception as e:  # another client's model may be one that the server can build
-                failed.append(e)
-                continue
-            if found is None or len(wrong) < len(found[1]):
-                found = self.spec, wrong
-            if 2 * len(wrong) < len(self.manager.infos):
-                break
-        if found is None:
-            raise failed[0]
-        self.spec, wrong = found
-        wrong |= self._other_weights()
-        if wrong:
-            self.manager.leave_out(wrong)
-            self.infos = [i for i in self.infos if i.client in self.manager.infos]
-
-    def _candidates(self) -> list[ClientInfo]:
-        """Return the first client of each model that the server may build, the most common models first.
-
-        One client alone must not choose the model: neither by its name nor by the shape of its inputs.
-        """
-        able = buildable(self.infos, self.config)
-        if self.simulation:
-            return able[:1]
-        shapes, models = Counter(map(self._shape, self.infos)), Counter(i.model for i in self.infos)
-        first: dict[tuple[str, tuple[int, ...]], ClientInfo] = {}
-        for i in sorted(able, key=lambda i: (-shapes[self._shape(i)], -models[i.model], math.prod(self._shape(i)))):
-            first.setdefault((i.model, self._shape(i)), i)
-        return list(first.values())
-
-    def _misfits(self) -> dict[int, str]:
-        """Return what clients say of the shared arrays that is not so in the server's own model, by client."""
-        own = {name: tuple(array.shape) for name, array in self._context().initial.items()}
-        # Clients of a simulation share the shapes of the one that was asked.
-        wrong = {
-            id(s): [name for name, shape in own.items() if s.get(name) != shape]
-            for s in {id(i.shapes): i.shapes for i in self.manager.infos.values()}.values()
-        }
-        return {
-            i.client: f"'{name}' has shape {i.shapes.get(name)} at client {i.client}, {own[name]} in the server's "
-            "model: use the same version of fedapp everywhere"
-            for i in self.manager.infos.values()
-            for name in wrong[id(i.shapes)]
-        }
-
-    def _other_weights(self) -> dict[int, str]:
-        """Return which clients have other stored weights than the server, with the reason."""
-        with_weights = [i for i in self.manager.infos.values() if "weights" in i.common]
-        # Without a file of its own the server has nothing that such a client could share.
-        checksum = weights.checksum(self.config.model.weights) if with_weights and self.config.model.weights else ""
-        return {
-            i.client: f"weights = '{self.config.model.weights}' is another file on the server than on the nodes "
-            f"(client {i.client}), by its SHA-256, and layers in freeze must be the same everywhere: use the same file"
-            for i in with_weights
-            if i.common["weights"] != checksum
-        }
 
     def _warn_of_memory(self) -> None:
         """Warn if rules against lying clients need much memory: they hold all replies, and their changes in float64."""
@@ -657,11 +531,11 @@ class Run(Callbacks):
         if self.method.global_model and "global" in self.config.evaluation.measured:
             self.central = data.central(self.device)
 
-    def _context(self) -> ServerContext:
+    def _context(self, spec: ModelSpec | None = None) -> ServerContext:
         context = server_context(
             self.method,
             self.hparams,
-            self.spec,
+            spec or self.spec,
             self.infos,
             seed=self.config.federation.seed,
             width=int(self.manager.facts[self.manager.reference]["width"]),

@@ -33,10 +33,10 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedapp import server_app
 from fedapp.client_app import app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
+from fedapp.federation import server_model
 from fedapp.learning.state import read_safetensors
 from fedapp.results.runs import RunResult
 from fedapp.transport import boundary, checkpoint, client_manager, packing, records, roster
@@ -1045,7 +1045,7 @@ def test_a_shape_that_one_client_states_makes_no_large_model(tmp_path: Path, mon
         torch.nn.init, "kaiming_uniform_", lambda tensor, **k: (made.append(tensor.numel()), draw(tensor, **k))
     )
     assert federate(tmp_path / "run", [0], lie, 2, nodes=True, **of).summary["ok"]
-    monkeypatch.setattr(server_app, "MOST_NUMBERS", 100)
+    monkeypatch.setattr(server_model, "MOST_NUMBERS", 100)
     with pytest.raises(ValueError, match="is too large"):
         federate(tmp_path / "small", [], lie, 2, nodes=True, **of)
     assert max(made) < 1 << 24

@@ -23,11 +23,11 @@ from fedapp.engines.local import effective, run
 from fedapp.engines.runner import what_leaves
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
+from fedapp.federation.server_model import buildable, known_model
 from fedapp.method import ClientInfo
 from fedapp.models import SplitModel, build_model, head_width, own, selection
 from fedapp.results import predict
 from fedapp.results.loading import load
-from fedapp.server_app import Run, buildable
 from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node, try_own
@@ -363,7 +363,7 @@ def test_a_name_from_a_node_does_not_get_into_the_runs_configuration() -> None:
     config = from_flat({"dataset": "npz", "data-dir": "x", "method": "fedavg"})
     assert config.model.model == "auto"
     for theirs, known in (("os:system", "auto"), ("mlp", "mlp"), ("mpl", "auto")):
-        assert Run.known_model(config, [ClientInfo(0, 9, theirs, 10, {})]) == known
+        assert known_model(config, [ClientInfo(0, 9, theirs, 10, {})]) == known
 
 
 def test_a_node_may_choose_an_own_model_and_tries_it(tmp_path: Path) -> None:

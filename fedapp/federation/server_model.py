@@ -1,0 +1,154 @@
+"""The server's model: the first of those that clients name that the server can build and that fits most of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from fedapp.config import RunConfig
+from fedapp.errors import BadRequest
+from fedapp.learning.task import ModelSpec
+from fedapp.method import Arrays, ClientInfo
+from fedapp.models import MODEL_NAMES, check_model, weights
+from fedapp.models.bounded import Bounded
+from fedapp.transport.client_manager import ClientManager
+
+MOST_NUMBERS = 1 << 28
+"""Largest model, in numbers, that the server builds because a real node names it: 1 GiB in float32."""
+
+
+def known_model(config: RunConfig, clients: Sequence[ClientInfo]) -> str:
+    """Return the run's `model` with `auto` replaced by what the clients say that it is.
+
+    Only by a name of the zoo: code that a client names must not get into the run's configuration.
+    """
+    theirs = [i.model for i in clients if config.model.name_of(i.client) == "auto" and i.model in MODEL_NAMES]
+    auto = Counter(theirs).most_common(1)[0][0] if theirs else "auto"
+    return ",".join(auto if name == "auto" else name for name in config.model.names)
+
+
+def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> list[ClientInfo]:
+    """Return the clients whose architecture the server may build: of the zoo, or an own model of its own run.
+
+    A node may name any text as its model, and the server imports no code for that.
+
+    Raises
+    ------
+    BadRequest : there is none; says what to do.
+    """
+    found = [i for i in infos if i.model in (*MODEL_NAMES, *config.model.names)]
+    if not found:
+        names = ", ".join(sorted({i.model for i in infos}))
+        raise BadRequest(
+            f"the nodes have models ({names}) that this run does not name, and the server "
+            "builds one of them for its initial values: name it in the run's model, or give one node a model of fedapp"
+        )
+    return found
+
+
+def impossible(manager: ClientManager) -> dict[int, str]:
+    """Return why clients cannot have the model that they name, by client: it does not take their samples."""
+    found = {}
+    for i in manager.infos.values():
+        try:
+            if i.model in MODEL_NAMES:
+                check_model(i.model, _shape(manager, i))
+        except BadRequest as e:
+            found[i.client] = f"client {i.client} cannot have the model that it names: {e}"
+    return found
+
+
+def choose(
+    manager: ClientManager, infos: Sequence[ClientInfo], config: RunConfig, initial: Callable[[ModelSpec], Arrays]
+) -> ModelSpec:
+    """Choose the model of which the server has initial values, and leave out the clients that do not fit it.
+
+    A client may name any model. So the server takes the first one that it can build and whose shared arrays have
+    the shapes that more than half of the clients state, or the one that fits most of them.
+
+    Parameters
+    ----------
+    infos : the clients that take part.   initial : returns the shared arrays of a new model.
+
+    Raises
+    ------
+    BadRequest : there is no model that the server may build, or too few clients are left.
+    Exception : none can be built: that of the first.
+    """
+    failed: list[Exception] = []
+    found: tuple[ModelSpec, dict[int, str]] | None = None
+    for built in _candidates(manager, infos, config):
+        shape = _shape(manager, built)  # a method for several architectures may have inputs of several shapes
+        spec = ModelSpec(built.model, built.num_classes, shape, 0, config.model, config.privacy.unit_features)
+        # The size of a model of the zoo follows from the shape that a client states.
+        bounded = built.model in MODEL_NAMES and not manager.queued
+        limit = Bounded(MOST_NUMBERS, f"a model for samples of the shape {shape} is too large")
+        try:
+            with limit if bounded else contextlib.nullcontext():
+                wrong = _misfits(manager.infos, initial(spec))
+        except Exception as e:  # another client's model may be one that the server can build
+            failed.append(e)
+            continue
+        if found is None or len(wrong) < len(found[1]):
+            found = spec, wrong
+        if 2 * len(wrong) < len(manager.infos):
+            break
+    if found is None:
+        raise failed[0]
+    spec, wrong = found
+    wrong |= _other_weights(manager.infos, config)
+    if wrong:
+        manager.leave_out(wrong)
+    return spec
+
+
+def _shape(manager: ClientManager, client: ClientInfo) -> tuple[int, ...]:
+    return tuple(json.loads(str(manager.facts[client.client]["shape"])))
+
+
+def _candidates(manager: ClientManager, infos: Sequence[ClientInfo], config: RunConfig) -> list[ClientInfo]:
+    """Return the first client of each model that the server may build, the most common models first.
+
+    One client alone must not choose the model: neither by its name nor by the shape of its inputs.
+    """
+    able = buildable(infos, config)
+    if manager.queued:
+        return able[:1]
+    shape = {i.client: _shape(manager, i) for i in infos}
+    shapes, models = Counter(shape.values()), Counter(i.model for i in infos)
+    first: dict[tuple[str, tuple[int, ...]], ClientInfo] = {}
+    for i in sorted(able, key=lambda i: (-shapes[shape[i.client]], -models[i.model], math.prod(shape[i.client]))):
+        first.setdefault((i.model, shape[i.client]), i)
+    return list(first.values())
+
+
+def _misfits(infos: Mapping[int, ClientInfo], initial: Arrays) -> dict[int, str]:
+    """Return what clients say of the shared arrays that is not so in the server's own model, by client."""
+    own = {name: tuple(array.shape) for name, array in initial.items()}
+    # Clients of a simulation share the shapes of the one that was asked.
+    wrong = {
+        id(s): [name for name, shape in own.items() if s.get(name) != shape]
+        for s in {id(i.shapes): i.shapes for i in infos.values()}.values()
+    }
+    return {
+        i.client: f"'{name}' has shape {i.shapes.get(name)} at client {i.client}, {own[name]} in the server's "
+        "model: use the same version of fedapp everywhere"
+        for i in infos.values()
+        for name in wrong[id(i.shapes)]
+    }
+
+
+def _other_weights(infos: Mapping[int, ClientInfo], config: RunConfig) -> dict[int, str]:
+    """Return which clients have other stored weights than the server, with the reason."""
+    with_weights = [i for i in infos.values() if "weights" in i.common]
+    # Without a file of its own the server has nothing that such a client could share.
+    checksum = weights.checksum(config.model.weights) if with_weights and config.model.weights else ""
+    return {
+        i.client: f"weights = '{config.model.weights}' is another file on the server than on the nodes "
+        f"(client {i.client}), by its SHA-256, and layers in freeze must be the same everywhere: use the same file"
+        for i in with_weights
+        if i.common["weights"] != checksum
+    }
