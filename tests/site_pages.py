@@ -18,38 +18,58 @@ from fedapp.method import BaseHParams, Method
 from tests.house import FILES, module
 from tests.readme import ROOT, methods_table
 
-GUIDES: dict[str, dict[str, str]] = {
+GUIDES: dict[str, dict[str, dict[str, str]]] = {
+    "Get started": {
+        "": {
+            "Install": "installing.md",
+        },
+    },
     "Guides": {
-        "Which method helps me": "choosing.md",
-        "Your own data": "own-data.md",
-        "Your own model": "own-models.md",
-        "Local training": "training.md",
-        "What a score means": "scores.md",
-        "Comparing methods": "comparing.md",
-        "Trackers": "tracking.md",
-        "Simulation": "simulation.md",
-        "Real devices": "deployment.md",
-        "Lying clients": "robustness.md",
-        "Secure sums": "secure-sums.md",
-        "Differential privacy": "privacy.md",
+        "Understand": {
+            "Scores": "scores.md",
+        },
+        "Choose and compare": {
+            "Which method": "choosing.md",
+            "Compare methods": "comparing.md",
+            "Track runs": "tracking.md",
+        },
+        "Data and models": {
+            "Your data": "own-data.md",
+            "Your model": "own-models.md",
+            "Local training": "training.md",
+        },
+        "Simulate and deploy": {
+            "Simulate": "simulation.md",
+            "Deploy": "deployment.md",
+            "Operate": "operating.md",
+        },
+        "Trust": {
+            "Threat model": "threat-model.md",
+            "Robustness": "robustness.md",
+            "Secure sums": "secure-sums.md",
+            "Differential privacy": "privacy.md",
+        },
     },
     "Results": {
-        "Reproduction": "reproduction.md",
-        "Natural clients": "har.md",
-        "Figures of the papers": "figures.md",
-        "Performance": "performance.md",
-        "Scaling": "scaling.md",
+        "": {
+            "Reproduction": "reproduction.md",
+            "Natural clients": "har.md",
+            "Figures of the papers": "figures.md",
+            "Performance": "performance.md",
+            "Scaling": "scaling.md",
+        },
     },
     "Project": {
-        "Architecture": "architecture.md",
-        "Contributing": "CONTRIBUTING.md",
-        "Installing and versions": "installing.md",
-        "Mutation tests": "mutants.md",
-        "Changelog": "CHANGELOG.md",
-        "Security": "SECURITY.md",
+        "": {
+            "Architecture": "architecture.md",
+            "Contributing": "CONTRIBUTING.md",
+            "Mutation tests": "mutants.md",
+            "Changelog": "CHANGELOG.md",
+            "Security": "SECURITY.md",
+        },
     },
 }
-"""Pages that are written by hand, in the order of the site; further ones come last among the guides."""
+"""Pages that are written by hand: tab, section, title and place. Pages that this table lacks come last among the guides."""
 
 API: dict[str, tuple[str, ...]] = {
     "Runs and models": (
@@ -292,11 +312,15 @@ def generated() -> dict[str, str]:
     return pages
 
 
-def _guides() -> dict[str, dict[str, str]]:
-    known = {place for pages in GUIDES.values() for place in pages.values()}
-    new = sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in known)
-    titles = {p.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# "): p.name for p in new}
-    return {**GUIDES, "Guides": {**GUIDES["Guides"], **titles}}
+def _guides() -> dict[str, list[Any]]:
+    """Return the navigation of the pages that are written by hand, by tab."""
+    found: dict[str, list[Any]] = {}
+    for tab, sections in GUIDES.items():
+        lists = {title: [{k: v} for k, v in pages.items()] for title, pages in sections.items()}
+        found[tab] = [*lists.pop("", []), *({title: pages} for title, pages in lists.items())]
+    known = {place for sections in GUIDES.values() for pages in sections.values() for place in pages.values()}
+    found["Guides"] += sorted(p.name for p in (ROOT / "docs").glob("*.md") if p.name not in known)
+    return found
 
 
 def navigation() -> list[Any]:
@@ -308,7 +332,8 @@ def navigation() -> list[Any]:
     ]
     return [
         {"Home": "index.md"},
-        {"Guides": [{k: v} for k, v in guides["Guides"].items()]},
+        {"Get started": guides["Get started"]},
+        {"Guides": guides["Guides"]},
         {"Methods": ["methods/index.md", *groups]},
         {
             "Reference": [
@@ -323,6 +348,6 @@ def navigation() -> list[Any]:
                 {"Methods": [{m.title: f"api/{m.id}.md"} for m in registry.discover().values()]},
             ]
         },
-        {"Results": [{k: v} for k, v in guides["Results"].items()]},
-        {"Project": [{k: v} for k, v in guides["Project"].items()]},
+        {"Results": guides["Results"]},
+        {"Project": guides["Project"]},
     ]
