@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,13 @@ from reproduction.studies import attacks
 
 HONEST = np.random.default_rng(0).normal(size=(8, 30)) + 1.0
 OWN = np.arange(30.0) - 10
+
+
+def test_the_page_holds_the_tables_of_what_is_kept() -> None:
+    page, kept = (Path(__file__).parents[2] / place for place in (attacks.PAGE, attacks.FILE))
+    text = page.read_text(encoding="utf-8")
+    lines = attacks.table(json.loads(kept.read_text(encoding="utf-8"))).splitlines()
+    assert attacks.replaced(text, "attacks", lines) == text, "run: python -m reproduction study attacks --table"
 
 
 def test_lies_by_hand() -> None:
