@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,18 @@ def test_the_page_is_renewed_without_any_run(everything: Path, tmp_path: Path, m
     runs = len({key for claim in claims().values() for key in keys_of(claim.runs)})
     assert f"{runs} of {runs} runs are there already" in output
     assert "missing" not in doc.read_text() and doc.read_text().count("| **") == len(claims())
+
+
+@pytest.mark.full
+def test_the_committed_pages_are_what_the_kept_runs_give(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    pages = [Path("reproduction.md"), *(p.relative_to(root / "docs") for p in root.glob("docs/methods/*.md"))]
+    for page in pages:
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        shutil.copy(root / "docs" / page, tmp_path / page)
+    reproduced("--from", str(root / "reproduction" / "ledger" / "runs"), "--doc", str(tmp_path / "reproduction.md"))
+    for page in pages:
+        assert (tmp_path / page).read_text() == (root / "docs" / page).read_text(), "run: the fourth command of the page"
 
 
 def test_without_out_missing_runs_are_named(tmp_path: Path) -> None:
