@@ -69,7 +69,7 @@ GUIDES: dict[str, dict[str, dict[str, str]]] = {
         },
     },
 }
-"""Pages that are written by hand: tab, section, title and place. Pages that this table lacks come last among the guides."""
+"""Pages written by hand: tab, section, title and place. Pages that this table lacks come last among the guides."""
 
 API: dict[str, tuple[str, ...]] = {
     "Runs and models": (

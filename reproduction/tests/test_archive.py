@@ -338,7 +338,8 @@ def test_the_committed_pages_are_what_the_kept_runs_give(tmp_path: Path) -> None
         shutil.copy(root / "docs" / page, tmp_path / page)
     reproduced("--from", str(root / "reproduction" / "ledger" / "runs"), "--doc", str(tmp_path / "reproduction.md"))
     for page in pages:
-        assert (tmp_path / page).read_text() == (root / "docs" / page).read_text(), "run: the fourth command of the page"
+        renewed, committed = ((folder / page).read_text() for folder in (tmp_path, root / "docs"))
+        assert renewed == committed, "run the fourth command of docs/reproduction.md"
 
 
 def test_without_out_missing_runs_are_named(tmp_path: Path) -> None:
