@@ -40,15 +40,17 @@ for _name in ("clients", "strategies"):
     _take_own(_name)
 
 if TYPE_CHECKING:
+    from fedapp.engines.extraction import features
     from fedapp.engines.local import data_card, run
     from fedapp.experiments.api import compare
     from fedapp.results.loading import load
     from fedapp.results.runs import RunResult
 
-__all__ = ["RunResult", "__version__", "compare", "data_card", "load", "run"]
+__all__ = ["RunResult", "__version__", "compare", "data_card", "features", "load", "run"]
 _PLACES = {
     "run": "fedapp.engines.local", "data_card": "fedapp.engines.local", "RunResult": "fedapp.results.runs",
     "compare": "fedapp.experiments.api", "load": "fedapp.results.loading",
+    "features": "fedapp.engines.extraction",
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ ROOMS = [
     ("files", "process", "settings"),
     ("core", "plugins", "sampling"),
     ("data", "models", "reduce"),
-    ("learning",),
+    ("bodies", "learning"),
     ("privacy", "transport"),
     ("clients",),
     ("strategies",),

@@ -12,7 +12,7 @@ from fedapp import __version__
 from fedapp.cli import deployment, listing
 from fedapp.cli.options import Application, Commands, Set, collect, names
 from fedapp.cli.printing import show
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, is_number
 from fedapp.results import terminal
 from fedapp.results.terminal import echo, print_anything
 
@@ -285,6 +285,51 @@ def compare(
             workers=workers,
         )
     raise typer.Exit(code)
+
+
+def _levels(option: str, text: str) -> tuple[float, ...]:
+    """Return the numbers of an option, with commas between them."""
+    if not all(map(is_number, names(text))):
+        raise BadRequest(f"--{option} {text}: write a number, or one for each channel, as in 123.675,116.28,103.53")
+    return tuple(map(float, names(text)))
+
+
+@app.command(rich_help_panel="Run")
+def features(
+    data: Annotated[str, typer.Argument(help="data set, or a file or folder of your own data", metavar="DATA")],
+    body: Annotated[
+        str, typer.Option("--with", help="efficientnet-lite0, minilm, FILE.onnx or module:function", metavar="BODY")
+    ],
+    out: Annotated[Path, typer.Option(help="file to write, .npz; repeat the command to continue one")],
+    weights: Annotated[str, typer.Option(help="for module:function: file of its weights")] = "",
+    size: Annotated[int, typer.Option(help="side in pixels to which pictures are resized", min=0)] = 0,
+    mean: Annotated[str, typer.Option(help="for pictures: mean of grey levels 0 .. 255, or one for each channel")] = "",
+    std: Annotated[str, typer.Option(help="the same for their standard deviation")] = "",
+    text: Annotated[str, typer.Option(help="column of texts in a .csv, .json or .parquet file")] = "",
+    tokenizer: Annotated[str, typer.Option(help="for FILE.onnx on texts: its tokenizer.json")] = "",
+    tokens: Annotated[int, typer.Option(help="most tokens of a text (default 256)", min=0)] = 0,
+    workers: Annotated[int | None, typer.Option(help="processes (default: one per core)", min=1)] = None,
+    sets: Set = None,
+) -> None:
+    """Extract features once with a pretrained body, for heads on top of them.
+
+    Labels, clients, splits and groups of the data are kept.
+    """
+    from fedapp import plugins
+    from fedapp.engines import extraction
+
+    plugins.look_beside(Path("run.toml"))
+    given = extraction.source(data, text, collect({}, sets))
+    described = {"mean": _levels("mean", mean), "std": _levels("std", std), "tokenizer": tokenizer, "tokens": tokens}
+    chosen = extraction.chosen(body, weights, size, **described)
+    with terminal.counting("rows") as progress:
+        found = extraction.extract(given, chosen, out, workers, progress)
+    about = found.about
+    echo(f"{found.rows} rows of {about['width']} features, {about['dead-columns']} of them 0 everywhere")
+    if cut := about.get("texts-cut"):
+        echo(f"{cut} texts have more than {about['tokens']} tokens and were cut")
+    echo(f"body {about['name']} {about['body'][:8]}, {found.seconds:.0f} s, written to {found.out}")
+    echo(f"next: fedapp run --method fed3r --dataset npz --set data-dir={found.out}")
 
 
 Client = Annotated[

@@ -14,6 +14,8 @@ column             shape, type                  meaning
 ``group``          (N,) integer or text         rows that must stay on one side of every cut, such as windows of
                                                 one recording; optional
 ``class_names``    (C,) text                    names of the classes, in their order; optional
+``about``          text                         JSON of `fedapp features`: ``x`` are features of a pretrained body, and
+                                                its SHA-256 is the entry ``body``; optional
 =================  ===========================  ================================================================
 
 In place of ``x``, ``y`` and ``split`` there may be ``x_train``, ``y_train`` and, with a test set, ``x_test`` and
@@ -24,6 +26,7 @@ The file is long because each thing that may be wrong with a column has a messag
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import zipfile
@@ -48,6 +51,8 @@ COLUMNS = ("x", "y", "client", "split", "group")
 CLIENT_COLUMNS = ("x", "y", "split", "group")
 """Columns that the file of one client may have."""
 OLD = ("x_train", "y_train", "x_test", "y_test")
+BODY = "body"
+"""Entry of `about` with the SHA-256 of the body that the features are from."""
 PARTS = ("train", "validation", "test")
 EXACT = 2**24
 """Largest integer up to which float32 holds every integer."""
@@ -70,6 +75,7 @@ class Own:
     features : of a table, one name per feature where the source has them; `sex=f` for a category of a text column.
     categories : text column of a table -> its categories, in the order of their features.
     skipped : files, or rows of a table of pictures, that could not be used and were left out.
+    about : of the column `about`; empty where there is none.
     parts : where clients' samples differ in size, the rows of each size by themselves; `arrays` then has no samples but
         `part` int64 over the rows of both parts, a position in here. Each part has its rows in the order of all.
     """
@@ -82,6 +88,7 @@ class Own:
     features: tuple[str, ...] = ()
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[Own, ...] = ()
 
 
@@ -184,7 +191,7 @@ def read_npz(path: Path) -> dict[str, Array]:
             raise BadRequest(f"{path} is one array, not an .npz file: write it with numpy.savez")
         with archive:
             # Arrays that mean nothing here are not read, but named.
-            known = (*COLUMNS, *OLD, "class_names")
+            known = (*COLUMNS, *OLD, "class_names", "about")
             found = {key: archive[key] if key in known else np.empty(0) for key in archive.files}
             if strange := [key for key, value in found.items() if not isinstance(value, np.ndarray)]:
                 raise BadRequest(f"{path}: {strange[0]} is no array: write it again with numpy.savez")
@@ -242,6 +249,10 @@ def of_clients(root: Path, files: Mapping[Path, Mapping[str, Array]]) -> Own:
     ------
     BadRequest : columns are wrong, or the files differ in their classes.
     """
+    bodies = {_body(path, arrays): path for path, arrays in files.items()}
+    if len(bodies) > 1:
+        of = ", ".join(f"{path.name} {f'of {body[:8]}' if body else 'of none'}" for body, path in [*bodies.items()][:3])
+        raise BadRequest(f"{root}: the files hold features of different bodies ({of}): extract all with one body")
     sizes: dict[tuple[int, ...], dict[Path, Mapping[str, Array]]] = {}
     for path, arrays in files.items():
         sizes.setdefault(arrays["x"].shape[1:], {})[path] = arrays
@@ -309,6 +320,8 @@ def joined(root: Path, files: Mapping[Path, Mapping[str, Array]]) -> dict[str, A
     columns = {key: np.concatenate(pieces) for key, pieces in rows.items()}
     names = _class_names([v["class_names"] for v in files.values() if "class_names" in v], next(iter(files)).parent)
     columns["client"] = entries(columns["client"])
+    about = [v["about"] for v in files.values() if "about" in v][:1]
+    columns |= {"about": about[0]} if about else {}
     return {**columns, **({"class_names": np.array(names)} if names is not None else {})}
 
 
@@ -324,8 +337,33 @@ def _texts(names: Array) -> list[str]:
     return [composed(str(n)) for n in np.asarray(names).reshape(-1)]
 
 
+def _about(where: object, arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """Return what `about` says of the body of the features; empty without it."""
+    if "about" not in arrays:
+        return {}
+    try:
+        found = json.loads(str(arrays["about"]))
+        if re.fullmatch("[0-9a-f]{64}", found[BODY]):
+            return dict(found)
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise BadRequest(f"{where}: about is not as fedapp features writes it: extract the features again")
+
+
+def _body(where: object, arrays: Mapping[str, Array]) -> str:
+    return str(_about(where, arrays).get(BODY, ""))
+
+
+def features_problem(x: Array) -> str | None:
+    """Say what is wrong with features (N, F) of a body: numbers that are not finite, or a row of zeros alone."""
+    for bad, what in ((~np.isfinite(x).all(axis=1), "numbers that are not finite"), (~x.any(axis=1), "zeros alone")):
+        if bad.any():
+            return f"row {int(np.argmax(bad))} has {what} ({int(bad.sum())} in all)"
+    return None
+
+
 def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | None = None) -> Own:
-    """Check columns and cut them into training and test rows.
+    """Check columns and cut them into training and test rows; see :class:`Own`.
 
     Parameters
     ----------
@@ -337,8 +375,20 @@ def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | No
     ------
     BadRequest : a column is missing or wrong; the message says which, and what to write.
     """
+    about, found = _about(where, arrays), _own(where, arrays, expected)
+    if not about:
+        return found
+    for part in ("x_train", "x_test"):
+        if found.kind != "table" or (problem := features_problem(found.arrays[part])):
+            what = problem if found.kind == "table" else f"x is of shape {found.arrays[part].shape}"
+            raise BadRequest(f"{where}: features of a body are rows of numbers, and {what}: extract them again")
+    return replace(found, about=about)
+
+
+def _own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | None) -> Own:
+    """Do the work of `own` without `about`."""
     names = _texts(arrays["class_names"]) if "class_names" in arrays else None
-    ignored = tuple(sorted(k for k in arrays if k not in (*COLUMNS, *OLD, "class_names")))
+    ignored = tuple(sorted(k for k in arrays if k not in (*COLUMNS, *OLD, "class_names", "about")))
     old, new = [k for k in arrays if k in OLD], [k for k in arrays if k in COLUMNS]
     if old and new:
         raise BadRequest(f"{where}: there are {', '.join(new)} and {', '.join(old)}: give one of the two forms")

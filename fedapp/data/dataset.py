@@ -39,8 +39,9 @@ class Dataset:
     features : name of each feature of a table, where the source has names; else empty.
     categories : text column of a table -> its categories, which the features `column=category` stand for.
     identity : SHA-256 of what the data are, by `samples`, `labels`, `features` (their names), `classes` (theirs),
-        `clients` and `groups`, of all rows.
+        `clients` and `groups`, of all rows; of features of a body also its digest as `body`.
     skipped : files, rows of a table of pictures, or clients that could not be used and were left out.
+    about : of features of a pretrained body, what `fedapp features` wrote of it; empty for all other data.
     parts, part : where clients' samples differ in size, the rows of each size as a data set of their own, and which of
         them each row of the pool is in, int64; the rows of a part have the order that they have here. Then `x_train`
         and `x_test` have no rows, and what is said of samples above is true of the first part.
@@ -65,6 +66,7 @@ class Dataset:
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     identity: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[Dataset, ...] = ()
     part: Int64 | None = None
 

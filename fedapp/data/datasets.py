@@ -45,7 +45,7 @@ import numpy.typing as npt
 from fedapp import plugins
 from fedapp.data import pictures
 from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
-from fedapp.data.columns import PARTS, PLAIN, Own, form_of, of_clients, read_client, read_npz
+from fedapp.data.columns import BODY, PARTS, PLAIN, Own, form_of, of_clients, read_client, read_npz
 from fedapp.data.columns import own as check_columns
 from fedapp.data.dataset import Dataset
 from fedapp.data.names import PART_OF, entries_of, files_of, is_there, readable, readable_at
@@ -248,6 +248,7 @@ def _opened(name: str, folder: Path) -> Dataset:
         owner_names=tuple(meta.get("owner_names", ())),
         identity=meta["identity"],
         skipped=tuple(meta["skipped"]),
+        about=meta.get("about", {}),
         **_described(meta),
         **arrays,
     )
@@ -344,7 +345,8 @@ def _finish(store: Store, name: str, own: Own) -> dict[str, Any]:
         "columns": [key for key in own.arrays if key not in ARRAYS],
         "owner_names": list(own.owner_names),
         "skipped": list(own.skipped),
-        "identity": _identity(own, classes),
+        "identity": _identity(own, classes) | ({BODY: own.about[BODY]} if own.about else {}),
+        "about": dict(own.about),
         **samples[0],
         **({"parts": samples, "ignored": list(own.ignored)} if own.parts else {}),
     }

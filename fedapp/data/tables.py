@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,34 @@ def read(files: Sequence[Path], root: Path, settings: DataSettings, node: bool =
         for own_files in sizes.values()
     ]
     return replace(parts[0] if len(parts) == 1 else of_parts(parts), skipped=skipped)
+
+
+def texts(place: Path, column: str, settings: DataSettings) -> tuple[list[str], dict[str, Array]]:
+    """Read a column of texts and the columns that own data have beside their samples.
+
+    Parameters
+    ----------
+    place : a `.csv`, `.parquet`, `.json` or `.jsonl` file.
+    column : its name.   settings : `columns` says what the others mean.
+
+    Returns
+    -------
+    texts : in the order of the rows.   columns : y, client, split and group as far as the file has them, class_names.
+
+    Raises
+    ------
+    BadRequest : the file cannot be read, a column is missing or wrong, or a text is missing; names all rows.
+    """
+    frame, found = _frame(place, {**roles(settings.columns), "x": (column,)}, (column,))
+    if not len(frame):
+        raise BadRequest(f"{place}: the table has no rows")
+    faults: list[str] = []
+    columns = {role: keys(role, frame[name], name, "row {}".format, faults) for role, name in found.items()}
+    cells = ["" if e else str(v).strip() for v, e in zip(frame[column], frame[column].isna())]
+    if empty := [row for row, text in enumerate(cells) if not text]:
+        faults.append(f"row {empty[0]} has no text in '{column}' ({len(empty)} in all): fill it or leave the row out")
+    _refuse(place, faults)
+    return cells, labelled(columns, None)
 
 
 def _features_of(frames: Mapping[Path, Any], listed: Sequence[str]) -> dict[Path, set[str]]:
@@ -273,11 +302,11 @@ def _named(path: Path) -> Iterator[None]:
         raise BadRequest(f"cannot read the table {path} ({why}): write it again, CSV as UTF-8 with a header") from error
 
 
-def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[str, str]]:
-    """Read one file and say which of its columns are y, client, split and group."""
+def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]], texts: Sequence[str] = ()) -> tuple[Any, dict[str, str]]:
+    """Read one file and say which of its columns are y, client, split and group; `texts` are columns of text."""
     with _named(path):
-        if path.suffix.lower() == ".parquet":
-            frame = _parquet(path)
+        if read := {".parquet": _parquet, ".json": _json, ".jsonl": _json}.get(path.suffix.lower()):
+            frame = read(path)
             return frame, assigned(path, list(frame.columns), wanted)
         mark, header = _header(path)
         if all(is_number(name) for name in header):
@@ -285,7 +314,18 @@ def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict
         names = checked_names(path, header)
         found = assigned(path, names, wanted)
         # Text of these columns stays as written: 007 and 7 are two clients, NA may be a class.
-        return _body(path, mark, names, 1, {name: [""] for name in found.values()}), found
+        return _body(path, mark, names, 1, {name: [""] for name in (*found.values(), *texts)}), found
+
+
+def _json(path: Path) -> Any:
+    """Read JSON: a list of records, an object of columns, or a record a line."""
+    read = partial(pd.read_json, path, dtype=False, encoding="utf-8-sig")
+    try:
+        frame = read(lines=path.suffix.lower() == ".jsonl")
+    except ValueError:  # a record a line under the other suffix
+        frame = read(lines=True)
+    frame.columns = checked_names(path, [str(name) for name in frame.columns])
+    return frame.reset_index(drop=True)
 
 
 def _parquet(path: Path) -> Any:

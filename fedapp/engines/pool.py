@@ -47,7 +47,7 @@ def _run(flat: dict[str, object]) -> FinishedRun:
     return FinishedRun(out, None)
 
 
-def _begin_worker() -> None:
+def begin_worker() -> None:
     """Leave Ctrl-C to the parent, which ends the pool, and end with the parent, however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
@@ -61,7 +61,7 @@ def _follow_parent() -> None:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Let Ctrl-C wait until a worker is there; one that starts after the end of the pool shows an error."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -76,7 +76,7 @@ def _uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _end(pool: ProcessPoolExecutor) -> None:
+def end(pool: ProcessPoolExecutor) -> None:
     """End the workers of a pool at once."""
     for worker in list((pool._processes or {}).values()):
         worker.terminate()
@@ -106,13 +106,13 @@ def run_all(
     queue = list(configs)
     with process.environment(OMP_NUM_THREADS="1"):  # the workers inherit it
         pool = ProcessPoolExecutor(
-            workers, mp_context=process.new_processes(c.to_flat() for c in configs), initializer=_begin_worker
+            workers, mp_context=process.new_processes(c.to_flat() for c in configs), initializer=begin_worker
         )
         try:
             running: set[Future[FinishedRun]] = set()
             while queue or running:
                 while queue and len(running) < workers and not deadline():
-                    with _uninterrupted():
+                    with uninterrupted():
                         running.add(pool.submit(_run, queue.pop(0).to_flat()))
                 if not running:
                     break
@@ -121,7 +121,7 @@ def run_all(
                     ended.append(future.result())
                     on_end(ended[-1])
         except BaseException:
-            _end(pool)
+            end(pool)
             raise
         pool.shutdown()
     return ended

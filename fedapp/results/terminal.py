@@ -14,7 +14,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,6 +46,27 @@ def announce(work: str) -> None:
     spinner.add_task(work, total=None)
     spinner.start()
     _waiting.append(spinner)
+
+
+@contextlib.contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Give a function of how many are done and how many there are; a terminal shows a bar and how many a second."""
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn(what), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()
+    shown = not _silent and sys.stderr.isatty()
+    with Progress(*columns, console=Screen(stderr=True), transient=True, disable=not shown) as bar:
+        task, first = bar.add_task(what, speed=""), time.perf_counter()
+        begun: list[int] = []
+
+        def progress(done: int, total: int) -> None:
+            begun.append(done)
+            speed = (done - begun[0]) / max(1e-9, time.perf_counter() - first)
+            bar.update(task, completed=done, total=total, speed=f"{speed:.0f} a second")
+            if not shown and len(begun) == 1:
+                echo(f"{total} {what}" + (f", {done} of them from before" if done else ""), err=True)
+
+        yield progress
 
 
 def end_announcement() -> None:

