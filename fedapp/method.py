@@ -5,7 +5,7 @@ This module imports no other module of the project, so both sides of a method ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -174,10 +174,6 @@ class ServerContext:
 Blend: TypeAlias = tuple[list[int], NDArray[np.float64], str]
 """Client ids, A (n, n) with A[i, j] the share of client j in what client i gets next, and a phrase that says how."""
 
-Query: TypeAlias = Callable[[str, Payload], Iterable[Reply]]
-"""`query(kind, payload)` sends one `query.<kind>` message to every client and yields the checked replies one at a time,
-in the order of the client ids. The caller must read them to the end."""
-
 
 @dataclass(frozen=True)
 class Sums:
@@ -316,6 +312,11 @@ class Method:
     def up_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return the prefixes of the model arrays in replies."""
         return self.shared_prefixes(hparams) if self.up is None else self.up
+
+    def expected(self, hparams: BaseHParams, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes, out of a client's `shapes`, of the arrays that every reply to `train` must hold."""
+        prefixes = self.up_prefixes(hparams)
+        return {n: s for n, s in shapes.items() if any(n.startswith(p) or n == p.rstrip(".") for p in prefixes)}
 
     def reductions(self, hparams: BaseHParams) -> Reductions:
         """Return the reductions of each exchange. An exchange that is missing brings single replies."""

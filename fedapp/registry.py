@@ -12,7 +12,7 @@ import strategies
 from fedapp import plugins
 from fedapp.errors import BadRequest, fields_text, hyperparameters, named_values, suggest
 from fedapp.method import BaseHParams, Method
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 ORDER = [
     "fedclassavg", "cwfedavg", "fedgh", "ccvr", "local", "fedavg", "fedprox", "fedavgm", "moon", "fedncm",
@@ -137,8 +137,8 @@ def get(name: str) -> Method:
 
 
 def blending() -> list[str]:
-    """Return the ids of the methods whose server says who learns from whom (`FedStrategy.blend`)."""
-    return [method.id for method in discover().values() if method.strategy.blend is not FedStrategy.blend]
+    """Return the ids of the methods whose server says who learns from whom (`Strategy.blend`)."""
+    return [method.id for method in discover().values() if method.strategy.blend is not Strategy.blend]
 
 
 def parse_args(method: Method, text: str) -> BaseHParams:

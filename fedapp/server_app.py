@@ -44,6 +44,7 @@ from fedapp.learning.state import StateError, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Array, Arrays, Scalar, Scored, ServerContext, ServerState
 from fedapp.models import own, selection
+from fedapp.reduce.reader import Policy
 from fedapp.results.directory import (
     ANNOUNCED,
     MOST_CURVES,
@@ -72,7 +73,7 @@ from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled
 from fedapp.transport.offences import Offences
 from fedapp.transport.secure import Opened, SecureSums
 from fedapp.transport.virtual import Member
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 app = ServerApp()
 Event = Callable[[Mapping[str, Any]], None]
@@ -194,13 +195,8 @@ class Run(Callbacks):
             configuration.check_node(config)
         self.method, self.hparams = config.method_and_hparams()
         resolved = config.resolved(self.simulation)
-        self.strategy: FedStrategy = self.method.strategy(
-            self.method,
-            self.hparams,
-            robust=resolved.robustness,
-            privacy=None if config.privacy.dp == "sgd" else config.mechanism,
-        )
-        self.loop = RoundLoop(self.strategy)
+        policy = Policy(resolved.robustness, None if config.privacy.dp == "sgd" else config.mechanism)
+        self.loop = RoundLoop(self.method.strategy(self.method, self.hparams, policy=policy))
         self.device = process.device()
         self.started = time.perf_counter()
         found, lost = self._found() if config.storage.resume else (None, [])
@@ -396,6 +392,11 @@ class Run(Callbacks):
         )
         return self._finish(state)
 
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy under the policy of the present round."""
+        return self.loop.strategy
+
     def _secure(self) -> SecureSums | None:
         """Return what makes the sums of which the server sees no single reply, if the run asks for it."""
         config = self.config
@@ -437,9 +438,9 @@ class Run(Callbacks):
 
     def _warn_of_memory(self) -> None:
         """Warn if rules against lying clients need much memory: they hold all replies, and their changes in float64."""
-        if not self.strategy.robust.averages:
+        if not self.strategy.policy.robust.averages:
             return
-        sent = self.strategy.expected(self.infos[0].shapes).values()
+        sent = self.method.expected(self.hparams, self.infos[0].shapes).values()
         asked = math.ceil(len(self.infos) * self.config.federation.fraction_train)
         need = 12 * sum(math.prod(shape) for shape in sent) * asked
         if need > MUCH:
@@ -451,7 +452,7 @@ class Run(Callbacks):
         config = self.config
         if config.mechanism is None:
             return
-        sent = self.strategy.expected(self.infos[0].shapes).values()
+        sent = self.method.expected(self.hparams, self.infos[0].shapes).values()
         asked = max(1, math.floor(len(self.infos) * config.federation.fraction_train + 0.5))
         size = sum(math.prod(shape) for shape in sent)
         asked = asked if config.privacy.dp == "client" else len(self.infos)
@@ -904,7 +905,7 @@ class Run(Callbacks):
 
     def _robustness(self, state: ServerState) -> dict[str, Any]:
         """Return what was done against lying clients, and where the rule had too few senders; nothing by default."""
-        robust = self.strategy.robust
+        robust = self.strategy.policy.robust
         if not robust.active:
             return {}
         found = {"rules": "+".join(robust.rules) or "none", "f": robust.robust_f, "count_cap": robust.count_cap}

@@ -26,7 +26,6 @@ from fedapp.method import (
     BaseHParams,
     Method,
     Payload,
-    Query,
     Reply,
     Scored,
     ServerContext,
@@ -34,8 +33,8 @@ from fedapp.method import (
     Sums,
 )
 from fedapp.models import is_own
-from fedapp.reduce.spec import Reduced
-from strategies.base import FedStrategy
+from fedapp.reduce.spec import Query, Reduced
+from strategies.base import Strategy
 
 T = TypeVar("T")
 
@@ -136,7 +135,7 @@ def leaves_one_head(base: Method, hparams: BaseHParams) -> bool:
     return base.resolve is None and base.global_model and base.linear and set(ALL) <= set(base.shared_prefixes(hparams))
 
 
-class PostHoc(FedStrategy):
+class PostHoc(Strategy):
     """The base's strategy, with a repair of its one global model after the last round.
 
     The state keeps the model as the base trained it. The arrays that replace parts of it are kept beside it, under the
@@ -190,11 +189,11 @@ class PostHoc(FedStrategy):
         return Payload(own, {**payload.common, **new.common}, {**payload.scalars, **new.scalars})
 
     # Not the base's own `send_each`, which may compute several payloads together: each must carry the repair.
-    send_each = FedStrategy.send_each
+    send_each = Strategy.send_each
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Aggregate as the base does; training continues from the trained model, not from the repaired one."""
-        return super().aggregate(self.untouched(state), server_round, replies)
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
+        """Update as the base does; training continues from the trained model, not from the repaired one."""
+        return super().update(self.untouched(state), server_round, reduced)
 
     def finalize(self, state: ServerState, query: Query) -> ServerState:
         """Finish as the base does; subclasses start their repair from here."""
@@ -277,7 +276,7 @@ def mean_accuracy(metrics: Iterable[Mapping[str, Any]]) -> float | None:
     return float(np.mean(shares)) if shares else None
 
 
-class _Untrained(FedStrategy):
+class _Untrained(Strategy):
     """Sends the model as it was given, and gets nothing back."""
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:

@@ -1,18 +1,20 @@
 """The methods in Flower's own round loop, for apps that are not fedapp's.
 
-A `FedStrategy` is a Flower strategy: `strategy.start(grid, initial_arrays, ...)` runs Flower's loop, which calls the
-functions below. They translate between Flower's messages and the method's pure functions. A client of such an app is
-anything that takes the arrays it is sent and replies with arrays of the same names and with `num-examples`. It does not
-register, so a node's client id is its place in the order in which nodes were first seen. Methods that need more from
-their clients, such as class means, predictions or answers to a query, need clients that send it. The last layer of the
-app's model must be called `head`, unless the method treats all layers alike (`Method.head`).
+A `Strategy` is a Flower strategy, and `FlowerStrategy(maths)` makes one of a `Maths`: `start(grid, arrays, ...)` runs
+Flower's loop, which calls the functions below. They translate between Flower's messages and the method's pure
+functions. A client of such an app is anything that takes the arrays it is sent and replies with arrays of the same
+names and with `num-examples`. It does not register, so a node's client id is its place in the order in which nodes were
+first seen. Methods that need more from their clients, such as class means, predictions or answers to a query, need
+clients that send it. The last layer of the app's model must be called `head`, unless the method treats all layers alike
+(`Method.head`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from logging import INFO, WARNING
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -22,9 +24,12 @@ from flwr.serverapp.strategy import FedAvg, Result
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
 
 from fedapp.errors import BadRequest, plain
-from fedapp.method import HEAD, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import HEAD, Arrays, ClientInfo, Payload, Reply, ServerContext, ServerState
+from fedapp.reduce.reader import Policy, Reader
+from fedapp.reduce.spec import Query
 from fedapp.sampling import rng, sample_clients
 from fedapp.transport.records import Encoder, arrays_of, encoded, reject
+from strategies._maths import Maths
 
 CLIENT_FN = (
     "a NumPyClient behind `client_fn` reads and writes Flower's earlier records: give the strategy "
@@ -33,24 +38,21 @@ CLIENT_FN = (
 )
 
 
-class FlowerLoop(FedAvg):
+class FlowerStrategy(FedAvg):
     """Flower's FedAvg with a method's mathematics in the place of its own.
 
     Parameters
     ----------
+    maths : the mathematics.   policy : the treatment of replies.
     seed : decides which clients take part in a round, and every draw of the method.
     flower : what Flower's FedAvg takes: `fraction_train`, `fraction_evaluate`, `min_train_nodes`, `min_evaluate_nodes`,
         `min_available_nodes`, `weighted_by_key`, `arrayrecord_key`, `configrecord_key`, and the functions that
         aggregate metrics.
     """
 
-    method: Method
-    hparams: Any
-    context: ServerContext
-
-    def __init__(self, *, seed: int = 0, **flower: Any) -> None:
-        super().__init__(**flower)
-        self.seed = seed
+    def __init__(self, maths: Maths, *, policy: Policy | None = None, seed: int = 0, **flower: Any) -> None:
+        FedAvg.__init__(self, **flower)
+        self.maths, self.policy, self.seed = maths, policy or Policy(), seed
         self._state: ServerState | None = None
         self._clients: dict[int, int] = {}  # node id -> client id
         self._whole: Arrays = {}  # the initial arrays of the app, by name
@@ -85,7 +87,7 @@ class FlowerLoop(FedAvg):
                 f"{plain(self._problem) or 'no client answered'}"
             )
         if self._state is not None:
-            self._state = self._maths.finalize(self._state, lambda kind, payload: self._query(grid, kind, payload))
+            self._state = self.maths.finalize(self._state, self._query(grid))
             result.arrays = self._record()
         return result
 
@@ -93,8 +95,43 @@ class FlowerLoop(FedAvg):
         """Return the arrays that `client` would get next, after a run by `start`."""
         if self._state is None:
             raise RuntimeError("personal_arrays needs a finished run: call start first")
-        payload: Payload = self._maths.send(self._state, self._round + 1, client)
-        return payload.all()
+        return self.maths.send(self._state, self._round + 1, client).all()
+
+    # ---- for both round loops ------------------------------------------------------------------------------------
+
+    def under(self, policy: Policy) -> Self:
+        """Return this strategy with another treatment of replies."""
+        other = copy.copy(self)
+        other.policy = policy
+        if isinstance(other, Maths):
+            other.maths = other
+        return other
+
+    @property
+    def reader(self) -> Reader:
+        """Reads the replies of this method under the policy."""
+        return Reader(self.maths.method, self.maths.hparams, self.maths.context, self.policy)
+
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+        """Return the next state from the replies of a round: reduce them, then `update`.
+
+        A class that defines this function gets the replies one by one.
+        """
+        reduced = self.reader.reduce("train", replies, state)
+        new = self.maths.update(state, server_round, reduced)
+        reduced.drain()
+        noted = reduced.noted(state.get("robust", {}))
+        return {**new, "robust": noted} if noted else new
+
+    def checker(
+        self, state: ServerState, kind: str, shared: Callable[[str], bool] | None = None
+    ) -> Callable[[Reply], str | None]:
+        """Return a function that gives the problem of a reply to `kind`, or None.
+
+        A form that does not fit the declarations is refused; then the method checks the reply.
+        """
+        unfit = self.reader.checker(kind, state, shared)
+        return lambda reply: unfit(reply) or self.maths.check(state, reply)
 
     # ---- what Flower's loop calls --------------------------------------------------------------------------------
 
@@ -106,7 +143,8 @@ class FlowerLoop(FedAvg):
         if self._state is None:
             if not self._whole:
                 self._take(arrays)
-            self._state = self._maths.init(self._context())
+            self._state = self.maths.init(self._context())
+            self._state = self.maths.prepare(self._state, self._query(grid))
         if self.fraction_train == 0.0:
             return []
         return self._messages(server_round, clients, config, MessageType.TRAIN)
@@ -123,8 +161,8 @@ class FlowerLoop(FedAvg):
             self._refuse_records([] if self._counted else [self._problem])
             return None, None
         counts = [reply.num_samples for reply, _ in good]
-        replies_believed = self._maths.policy.believed((reply for reply, _ in good), counts)
-        self._state = self._maths.aggregate(self._state, server_round, replies_believed)
+        believed = self.policy.believed((reply for reply, _ in good), counts)
+        self._state = self.aggregate(self._state, server_round, believed)
         return self._record(), self.train_metrics_aggr_fn([content for _, content in good], self.weighted_by_key)
 
     def configure_evaluate(
@@ -152,11 +190,6 @@ class FlowerLoop(FedAvg):
         if any(sign in problem for problem in problems for sign in ("fitins.", "evaluateins.", CLIENT_FN)):
             raise BadRequest(CLIENT_FN)
 
-    @property
-    def _maths(self) -> Any:
-        """This object as the `FedStrategy` that it is: that class is built on this one."""
-        return self
-
     def _take(self, record: ArrayRecord) -> None:
         """Keep the app's initial arrays, and those of them that the method shares: its head, all else, or both.
 
@@ -164,7 +197,7 @@ class FlowerLoop(FedAvg):
         never averaged.
         """
         self._whole = arrays_of(record)
-        prefixes = self.method.shared_prefixes(self.hparams)
+        prefixes = self._prefixes()
         floats = {n: a for n, a in self._whole.items() if np.issubdtype(a.dtype, np.floating)}
         self._initial = {n: a for n, a in floats.items() if _under(n, prefixes)}
         self._check_layers(list(floats), prefixes)
@@ -176,7 +209,8 @@ class FlowerLoop(FedAvg):
         ------
         BadRequest : says how to name the head, or what is missing.
         """
-        method, known = self.method, ", ".join(dict.fromkeys(n.rpartition(".")[0] or n for n in self._whole)) or "none"
+        method = self.maths.method
+        known = ", ".join(dict.fromkeys(n.rpartition(".")[0] or n for n in self._whole)) or "none"
         if method.head != "none" and not any(_under(n, HEAD) for n in names):
             raise BadRequest(
                 f"{method.id} must know which layer is the head, and no layer of the app's model is called 'head' (its "
@@ -235,7 +269,7 @@ class FlowerLoop(FedAvg):
         fixed = {n: self._whole[n] for n in self._sent() if n not in self._initial}
         encoder = Encoder()
         # An evaluation scores what was just aggregated, which is what the next round would send.
-        for client, payload in self._maths.send_each(self._state, server_round + evaluate, chosen):
+        for client, payload in self.maths.send_each(self._state, server_round + evaluate, chosen):
             arrays = {name: encoder.common(a) for name, a in {**fixed, **payload.common}.items()}
             arrays |= {name: encoded(a, "fp32") for name, a in payload.arrays.items()}
             arrays = {n: arrays.pop(n) for n in self._sent() if n in arrays} | arrays  # in the order of the app's model
@@ -247,7 +281,7 @@ class FlowerLoop(FedAvg):
         """Yield good replies with their content, in the order of client ids; log why another one does not count."""
         assert self._state is not None
         expected = self._shared() if kind == "train" else {}
-        check = self._maths.checker(self._state, kind)
+        check = self.checker(self._state, kind, expected.__contains__)
         arrived = []
         for arrival, message in enumerate(replies):
             if message.metadata.src_node_id in self._clients:
@@ -260,8 +294,7 @@ class FlowerLoop(FedAvg):
             client = self._clients[message.metadata.src_node_id]
             try:
                 reply, content = self._reply(message, client, kind, arrival, list(expected))
-                problem = reject(reply.arrays, expected, {"num-examples": reply.num_samples})
-                problem = problem or self.undeclared(reply, expected.__contains__) or check(reply)
+                problem = reject(reply.arrays, expected, {"num-examples": reply.num_samples}) or check(reply)
             except (KeyError, TypeError, ValueError, OverflowError) as e:
                 problem = str(e)
             if problem:
@@ -293,38 +326,40 @@ class FlowerLoop(FedAvg):
 
     def _sent(self) -> list[str]:
         """Return the names of the app's arrays that a client is sent, in their order."""
-        prefixes = self.method.shared_prefixes(self.hparams)
-        return [n for n in self._whole if _under(n, prefixes)]
+        return [n for n in self._whole if _under(n, self._prefixes())]
 
     def _shared(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the arrays that a reply must hold."""
         shapes = {name: array.shape for name, array in self._initial.items()}
-        whole = "features." in self.method.up_prefixes(self.hparams)
-        return shapes if whole else dict(self._maths.expected(shapes))
+        method, hparams = self.maths.method, self.maths.hparams
+        return shapes if "features." in method.up_prefixes(hparams) else method.expected(hparams, shapes)
 
-    def undeclared(self, reply: Reply, shared: Callable[[str], bool]) -> str | None:
-        """Return the problem of a reply with arrays that are neither shared nor declared, or None."""
-        names = [n for n in reply.arrays if not shared(n) and not self.method.allows(n)]
-        return f"'{names[0]}' is not an array that {self.method.id} shares" if names else None
+    def _prefixes(self) -> tuple[str, ...]:
+        """Return the prefixes of the arrays that travel."""
+        return self.maths.method.shared_prefixes(self.maths.hparams)
 
     def _record(self) -> ArrayRecord:
         """Return the app's model with the global arrays, or with those that the client with the lowest id would get."""
         assert self._state is not None
-        arrays = self._maths.global_arrays(self._state)
+        arrays = self.maths.global_arrays(self._state)
         if arrays is None:
             arrays = self.personal_arrays(min(self._clients.values()))
         return ArrayRecord({name: encoded(arrays.get(name, a), "fp32") for name, a in self._whole.items()})
 
-    def _query(self, grid: Grid, kind: str, payload: Payload) -> Iterator[Reply]:
-        """Send one `query.<kind>` message to every node and yield the good replies."""
-        log(INFO, "query.%s: asking %s nodes", kind, len(self._clients))
-        encoder, stage = Encoder(), f"query.{kind}"
-        arrays = ArrayRecord({name: encoder.common(a) for name, a in payload.all().items()})
-        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: ConfigRecord(dict(payload.scalars))})
-        connected = set(grid.get_node_ids())
-        messages = [Message(content, node, stage) for node in self._clients if node in connected]
-        for reply, _ in self._checked(grid.send_and_receive(messages), stage):
-            yield reply
+    def _query(self, grid: Grid) -> Query:
+        """Return the query of the method, which sends one message to every node."""
+
+        def asked(stage: str, payload: Payload) -> Iterator[Reply]:
+            log(INFO, "%s: asking %s nodes", stage, len(self._clients))
+            encoder = Encoder()
+            arrays = ArrayRecord({name: encoder.common(a) for name, a in payload.all().items()})
+            settings = ConfigRecord(dict(payload.scalars))
+            content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
+            connected = set(grid.get_node_ids())
+            messages = [Message(content, node, stage) for node in self._clients if node in connected]
+            return (reply for reply, _ in self._checked(grid.send_and_receive(messages), stage))
+
+        return self.reader.query(asked)
 
 
 def _under(name: str, prefixes: tuple[str, ...]) -> bool:

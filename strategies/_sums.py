@@ -20,8 +20,8 @@ from clients.sums import SUMS, SumsClient, SumsHParams
 from fedapp.core import privacy, sums
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
-from fedapp.method import ALL, Arrays, Method, Payload, Query, Reply, ServerContext, ServerState
-from fedapp.reduce.spec import Total
+from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.reduce.spec import Query, Total
 from strategies._composition import PostHoc, built_on
 
 W, B = "head.weight", "head.bias"
@@ -70,7 +70,7 @@ class HeadFromSums(PostHoc):
 
     def asked(self, w: Arrays, query: Query) -> Found:
         """Query A_k and b_k, and take their sums over clients; the replies come without arrays."""
-        reduced = self.reader.reduce("query.sums", query("sums", Payload(common=w)), {})
+        reduced = query("sums", Payload(common=w))
         total, d = reduced.totals("sums"), self.context.width + 1
         parts = [part["b"] for part in total.parts] if self.apart else []
         return Found(total.sums.get("a", np.zeros((d, d))), total.sums["b"], parts, reduced.clients)
@@ -83,8 +83,7 @@ class HeadFromSums(PostHoc):
             own, before = np.linalg.norm(rows[seen, :-1]), np.linalg.norm(w[W][seen])
             return float(before / own) if own > 0 and before > 0 else 1.0
         head = dict(zip((W, B), sums.as_head(rows, seen)))
-        question = Payload(common={**w, **head})
-        losses = self.reader.reduce("query.losses", query("losses", question), {}).totals("losses")
+        losses = query("losses", Payload(common={**w, **head})).totals("losses")
         return sums.best_scale(losses.sums["loss"])
 
 

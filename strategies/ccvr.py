@@ -35,8 +35,8 @@ from fedapp.core import gaussian, heads, virtual
 from fedapp.core.gaussian import ClassMoments
 from fedapp.core.names import under
 from fedapp.learning.training import batch_slices
-from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reductions, Reply, ServerContext, ServerState
-from fedapp.reduce.spec import Each, Gaussians, Reduced, Total
+from fedapp.method import ALL, Array, Arrays, Method, Payload, Reductions, Reply, ServerContext, ServerState
+from fedapp.reduce.spec import Each, Gaussians, Query, Reduced, Total
 from strategies._composition import PostHoc, built_on
 
 W, B = "head.weight", "head.bias"
@@ -92,20 +92,19 @@ class CCVR(PostHoc):
         mu_c, so that no large numbers cancel. The result depends only on the clients that answer the second query; with
         secure sums they are those of the first.
         """
-        question, centres = w, {}
-        if self.settings.cov == "sums" and not self.reader.needless("query.totals"):
-            first = self.reader.reduce("query.totals", query("totals", Payload(common=w)), {})
-            self.counted = {r.client: r.arrays[STATISTICS + "count"] for r in first.each()}
+        question = w
+        if self.settings.cov == "sums":
+            first = query("totals", Payload(common=w))
+            self.counted = {r.client: r.arrays[STATISTICS + "count"] for r in first}
             total = first.totals("totals").sums
-            centres = {CENTRES: total["sum"] / np.maximum(total["count"], 1)[:, None]}  # Eq. 3
-            question = {**w, **centres}
-        reduced = self.reader.reduce("query.statistics", query("statistics", Payload(common=question)), centres)
+            if first.clients:
+                question = {**w, CENTRES: total["sum"] / np.maximum(total["count"], 1)[:, None]}  # Eq. 3
+        reduced = query("statistics", Payload(common=question))
         return reduced.clients, reduced.moments("statistics"), reduced
 
     def real(self, w: Arrays, query: Query) -> tuple[Array, Array]:
         """Query the clients' real features; return all, or `oracle_samples` per class, drawn uniformly."""
-        reduced = self.reader.reduce("query.features", query("features", Payload(common=w)), {})
-        parts = [under(FEATURES, reply.arrays) for reply in reduced.each()]
+        parts = [under(FEATURES, reply.arrays) for reply in query("features", Payload(common=w))]
         z, y = (np.concatenate([p[name] for p in parts]) for name in ("z", "label"))
         if most := self.settings.oracle_samples:
             rng = self.context.rng("ccvr-oracle")

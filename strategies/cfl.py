@@ -33,7 +33,7 @@ from fedapp.core.averages import within
 from fedapp.core.pairwise import cosine_from_gram, gram
 from fedapp.method import ALL, Arrays, BaseHParams, Blend, Method, Payload, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
 class CFLHParams(BaseHParams):
@@ -88,7 +88,7 @@ def bipartition(cosine: NDArray[np.float64], method: str = "single") -> NDArray[
     return np.asarray(labels != labels[0])
 
 
-class CFL(FedStrategy):
+class CFL(Strategy):
     """FedAvg within clusters that are split where their members pull in different directions."""
 
     def init(self, context: ServerContext) -> ServerState:

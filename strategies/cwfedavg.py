@@ -35,14 +35,14 @@ from fedapp.core.classwise import Uploads, class_globals, class_weights, mix, no
 from fedapp.core.robust import RobustMean, capped_masses, changes_bounded, row_bounded
 from fedapp.learning.metrics import mean, tidy
 from fedapp.method import ALL, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 Float64 = NDArray[np.float64]
 TOGETHER = 128
 """Clients whose models are computed in one product. All payloads of a round are in memory anyway."""
 
 
-class CwFedAvg(FedStrategy):
+class CwFedAvg(Strategy):
     """One global model per class, blended for each client by the class distribution of its own head."""
 
     records = ("wdr",)
@@ -105,8 +105,8 @@ class CwFedAvg(FedStrategy):
         common: RunningMean | RobustMean = RunningMean()
         pt, uploads = dict(state["pt"]), Uploads(classes)
         believed: dict[int, tuple[float, Float64]] = {}
-        if self.robust.rules:
-            common = RobustMean(state["common"], ("norm",), self.robust.robust_f)
+        if self.policy.robust.rules:
+            common = RobustMean(state["common"], ("norm",), self.policy.robust.robust_f)
             replies = self._bounded(state, server_round, list(replies))
             counts = np.array([reply.num_samples for reply in replies])
             masses = zip(*capped_masses(counts, np.stack([self._distribution(reply) for reply in replies])))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from clients.ditto import DittoClient, DittoHParams
 from fedapp.method import ALL, Method
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class Ditto(FedStrategy):
+class Ditto(Strategy):
     """FedAvg's server: the personal models are none of its business."""
 
 

@@ -24,10 +24,10 @@ from clients.fd import FDClient, FDHParams
 from fedapp.core.robust import shortened
 from fedapp.method import NONE, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Reduced, Rows
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class FD(FedStrategy):
+class FD(Strategy):
     """Sums mean outputs per label and sends each client the mean over the others."""
 
     def init(self, context: ServerContext) -> ServerState:

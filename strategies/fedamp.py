@@ -23,7 +23,7 @@ from clients.fedamp import FedAMPClient, FedAMPHParams
 from fedapp.core.pairwise import combine, cosine_matrix, squared_distances
 from fedapp.method import ALL, Array, Arrays, Blend, Method, Payload, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
 def attention(models: Sequence[Arrays], hparams: FedAMPHParams) -> NDArray[np.float64]:
@@ -57,7 +57,7 @@ def attention(models: Sequence[Arrays], hparams: FedAMPHParams) -> NDArray[np.fl
     return weights
 
 
-class FedAMP(FedStrategy):
+class FedAMP(Strategy):
     """Keeps for every client a mix of all participants' models in which similar ones weigh more."""
 
     def init(self, context: ServerContext) -> ServerState:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from clients.base import FedClient
 from fedapp.method import ALL, Method
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class FedAvg(FedStrategy):
+class FedAvg(Strategy):
     """The average of the clients' whole models, weighted by n_k: what the base class does."""
 
 

@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from clients.base import FedClient
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, ServerContext, ServerState
 from fedapp.reduce.spec import Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 RUNNING_STATISTICS = (".running_mean", ".running_var")
 """How PyTorch names the floating-point buffers of its normalisation layers."""
@@ -50,7 +50,7 @@ class FedAvgMHParams(BaseHParams):
         return self
 
 
-class FedAvgM(FedStrategy):
+class FedAvgM(Strategy):
     """FedAvg's average, taken as a gradient for SGD with momentum on the server."""
 
     def init(self, context: ServerContext) -> ServerState:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from clients.fedbabu import BODY, FedBABUClient, FedBABUHParams
 from fedapp.method import ALL, Arrays, Method, ServerContext, ServerState
 from fedapp.reduce.spec import Mean, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class FedBABU(FedStrategy):
+class FedBABU(Strategy):
     """The average of the participants' bodies, under the head of the beginning."""
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:

@@ -16,10 +16,10 @@ from __future__ import annotations
 from clients.fedclassavg import FedClassAvgClient, FedClassAvgHParams
 from fedapp.method import ALL, HEAD, Method, Payload, ServerState, TrainDefaults
 from fedapp.reduce.spec import Each, Mean, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class FedClassAvg(FedStrategy):
+class FedClassAvg(Strategy):
     """The average of the participants' heads (or whole models), weighted by |D_k|."""
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:

@@ -19,10 +19,10 @@ import numpy as np
 from clients.feddbe import MEAN, FedDBEClient, FedDBEHParams
 from fedapp.method import ALL, Arrays, Method, Payload, ServerContext, ServerState
 from fedapp.reduce.spec import Mean, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class FedDBE(FedStrategy):
+class FedDBE(Strategy):
     """Averages models, and once the clients' mean representations."""
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:

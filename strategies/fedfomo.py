@@ -22,10 +22,10 @@ import numpy as np
 from clients.fedfomo import OWN_SLOT, FedFomoClient, FedFomoHParams, wire_name
 from fedapp.method import ALL, LARGEST, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class FedFomo(FedStrategy):
+class FedFomo(Strategy):
     """Keeps every client's last model and sends each client those that have helped it most."""
 
     def init(self, context: ServerContext) -> ServerState:

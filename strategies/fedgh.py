@@ -31,7 +31,7 @@ from clients.fedgh import FedGHClient, FedGHHParams
 from fedapp.learning.metrics import tidy
 from fedapp.method import HEAD, NONE, Method, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Reduced, Rows
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 NOISED = "noised/"
 """Prefix of sums and counts with noise."""
@@ -102,7 +102,7 @@ def batches(
         yield r[start : start + size], s[start : start + size]
 
 
-class FedGH(FedStrategy):
+class FedGH(Strategy):
     """Trains the header on the clients' class means and broadcasts it."""
 
     records: ClassVar[tuple[str, ...]] = ("covered", "loss", "moved")

@@ -76,7 +76,7 @@ class FedGHG(FedGH):
 
     def screened(self, answers: Sequence[Reply], lars: Sequence[LARs]) -> list[dict[int, Gaussian]]:
         """Return each client's Gaussians by class, as far as `robust` and `count-cap` leave them."""
-        s, robust = self.hparams, self.robust
+        s, robust = self.hparams, self.policy.robust
         cap = robust.count_cap if s.weights == "count" else 0.0
         return mixture.screened([r.arrays for r in answers], lars, self.context.width, s.cov, bool(robust.rules), cap)
 

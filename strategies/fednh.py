@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from clients.fednh import COUNT, PROTO_SUM, FedNHClient, FedNHHParams
 from fedapp.method import ALL, Array, Arrays, Method, Reductions, Reply, ServerContext, ServerState, TrainDefaults
 from fedapp.reduce.spec import ClassMean, Mean, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 SHORTEST = 1e-6
 """A sum of unit vectors shorter than this has no direction."""
 
 
-class FedNH(FedStrategy):
+class FedNH(Strategy):
     """Averages extractors, and moves prototypes towards the classes' mean directions."""
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:

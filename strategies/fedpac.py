@@ -31,13 +31,13 @@ from fedapp.core.names import under
 from fedapp.core.pairwise import combine
 from fedapp.method import ALL, Array, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Mean, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 from strategies.fedamp import given_weights
 
 Float64 = NDArray[np.float64]
 
 
-class FedPAC(FedStrategy):
+class FedPAC(Strategy):
     """Averages bodies, keeps global class means, and combines the participants' heads anew for each of them."""
 
     def init(self, context: ServerContext) -> ServerState:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from clients.fedper import FedPerHParams, PrivateClient
 from fedapp.method import Method
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class FedPer(FedStrategy):
+class FedPer(Strategy):
     """The average of the clients' bodies, weighted by n_j: what the base class does with the arrays that travel."""
 
 

@@ -25,10 +25,10 @@ import numpy as np
 from clients.fedproto import FedProtoClient, FedProtoHParams
 from fedapp.method import NONE, Method, Payload, Reductions, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import ClassMean, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class FedProto(FedStrategy):
+class FedProto(Strategy):
     """Averages prototypes per class and sends each client those of its own classes."""
 
     def init(self, context: ServerContext) -> ServerState:

@@ -11,10 +11,10 @@ import numpy as np
 
 from clients.fedrod import PERSONAL, FedRoDClient, FedRoDHParams
 from fedapp.method import ALL, Arrays, Method, ServerState
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class FedRoD(FedStrategy):
+class FedRoD(Strategy):
     """FedAvg's server on the generic model."""
 
     def global_arrays(self, state: ServerState) -> Arrays | None:

@@ -14,7 +14,7 @@ from clients.mutual import build_small, prefixed, small_arrays
 from fedapp import sampling
 from fedapp.method import NONE, Arrays, Method, Payload, ServerContext, ServerState
 from fedapp.reduce.spec import Mean, Reduced, weights_of
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
 def initial_small(context: ServerContext, hparams: FMLHParams) -> Arrays:
@@ -28,7 +28,7 @@ def initial_small(context: ServerContext, hparams: FMLHParams) -> Arrays:
     return small_arrays(small)
 
 
-class FML(FedStrategy):
+class FML(Strategy):
     """Averages the small models; the same one goes to every client."""
 
     def init(self, context: ServerContext) -> ServerState:

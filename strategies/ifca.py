@@ -20,10 +20,10 @@ from fedapp.core.averages import within
 from fedapp.errors import BadRequest
 from fedapp.method import ALL, HEAD, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class IFCA(FedStrategy):
+class IFCA(Strategy):
     """Keeps k models; each is the average of the models of the clients that chose it."""
 
     def init(self, context: ServerContext) -> ServerState:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from clients.ktpfl import KTpFLClient, KTpFLHParams, KTpFLWeightsClient
 from fedapp.method import ALL, NONE, Array, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 Float64 = NDArray[np.float64]
 LEAST = 1e-3
@@ -74,7 +74,7 @@ def mixing(c: Float64, known: NDArray[np.int64]) -> Float64:
     return result
 
 
-class KTpFL(FedStrategy):
+class KTpFL(Strategy):
     """Learns who should learn from whom, and sends each client its own mixture of predictions."""
 
     def init(self, context: ServerContext) -> ServerState:

@@ -15,7 +15,7 @@ from pydantic import Field
 from clients.base import FedClient
 from fedapp.method import HEAD, BaseHParams, Method
 from fedapp.reduce.spec import Mean, weights_of
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
 class LGFedAvgHParams(BaseHParams):
@@ -28,7 +28,7 @@ class LGFedAvgHParams(BaseHParams):
     )
 
 
-class LGFedAvg(FedStrategy):
+class LGFedAvg(Strategy):
     """The average of the participants' heads."""
 
 

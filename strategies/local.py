@@ -5,10 +5,10 @@ from __future__ import annotations
 from clients.base import FedClient
 from fedapp.method import NONE, BaseHParams, Method, Payload, ServerContext, ServerState
 from fedapp.reduce.spec import Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class Standalone(FedStrategy):
+class Standalone(Strategy):
     """Sends nothing and aggregates nothing."""
 
     def init(self, context: ServerContext) -> ServerState:

@@ -17,10 +17,10 @@ import numpy as np
 from clients.pfedfda import GAUSSIANS, PFedFDAClient, PFedFDAHParams
 from fedapp.core.gaussian import pack, unpack
 from fedapp.method import Method, Reply, ServerContext, ServerState, TrainDefaults
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 
-class PFedFDA(FedStrategy):
+class PFedFDA(Strategy):
     """Averages extractors and the clients' adapted Gaussians."""
 
     def init(self, context: ServerContext) -> ServerState:

@@ -21,11 +21,11 @@ from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
 from fedapp.core import names
 from fedapp.method import ALL, Array, Arrays, Method, Payload, ServerContext, ServerState, TrainDefaults
 from fedapp.reduce.spec import Mean, Reduced
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 from strategies.fedavgm import RUNNING_STATISTICS
 
 
-class Scaffold(FedStrategy):
+class Scaffold(Strategy):
     """Averages models, and keeps the mean of all clients' control variates."""
 
     def init(self, context: ServerContext) -> ServerState:

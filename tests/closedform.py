@@ -79,7 +79,7 @@ def repaired(
 ) -> tuple[Arrays, dict[str, Any]]:
     """The head that a method makes of these clients' features, as it is unless `args` say more, and what it reports."""
     strategy, state = server(method, args if "scale=" in args else f"{args} scale=none", ctx)
-    state = strategy.finalize(state, asker(strategy, data))
+    state = strategy.finalize(state, handmade.asking(strategy, asker(strategy, data)))
     return state[method]["head"], strategy.report(state, {})["calibration"]
 
 

@@ -21,17 +21,16 @@ from fedapp.core.averages import RunningMean
 from fedapp.core.robust import UNGUARDED
 from fedapp.data import datasets
 from fedapp.data.transforms import InputSpec, normalise
-from fedapp.federation.loop import RoundLoop
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import SHORT
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel, build_model, selection
 from fedapp.reduce.plain import MeanReducer
-from fedapp.reduce.spec import Mean
+from fedapp.reduce.spec import Mean, Query
 from fedapp.results.runs import RunResult
 from fedapp.settings import FederationSettings, RobustnessSettings, TrainingSettings
 from fedapp.tasks import simulated
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 DIGITS_BYTES = 4 * 38_282
 """A `digits-a` model on the wire."""
@@ -81,9 +80,14 @@ def context(
     )
 
 
-def refusal(strategy: FedStrategy, state: ServerState, sent: Reply) -> str | None:
+def refusal(strategy: Strategy, state: ServerState, sent: Reply) -> str | None:
     """What is wrong with a reply, as a run finds it."""
-    return RoundLoop(strategy).checker(state, sent.kind)(sent)
+    return strategy.checker(state, sent.kind)(sent)
+
+
+def asking(strategy: Strategy, ask: Callable[[str, Payload], Iterable[Reply]]) -> Query:
+    """The query of a strategy whose clients give the replies of `ask(kind, payload)`."""
+    return strategy.reader.query(lambda exchange, payload: ask(exchange.removeprefix("query."), payload))
 
 
 def weighted_mean(replies: Iterable[Reply], previous: Mapping[str, Array], mean: RunningMean | None = None) -> Arrays:
@@ -286,9 +290,9 @@ def federate(
     *,
     stores: Mapping[int, Any] | None = None,
     present: Callable[[int], Sequence[int]] | None = None,
-) -> tuple[FedStrategy, ServerState, dict[int, float]]:
+) -> tuple[Strategy, ServerState, dict[int, float]]:
     """Run rounds with bare functions; returns strategy, final state, and the `received` accuracy of each client."""
-    strategy: FedStrategy = method.strategy(method, hparams)
+    strategy: Strategy = method.strategy(method, hparams)
     state = strategy.init(digits_context(method, hparams, tasks))
     stores = stores or {}
 

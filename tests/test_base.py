@@ -16,7 +16,7 @@ from fedapp.core.averages import RunningMean
 from fedapp.federation.loop import Callbacks, RoundLoop
 from fedapp.learning.state import ClientStore, DamagedError
 from fedapp.method import BaseHParams, Payload, Reply
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.lgfedavg import METHOD as LGFEDAVG
 from tests.handmade import context, head_of, images, model_like, one_batch_task, point, weighted_mean, whole
@@ -187,7 +187,7 @@ def test_adams_moments_are_pytorchs() -> None:
 
 
 def test_a_strategy_starts_with_the_initial_arrays_and_knows_its_context() -> None:
-    strategy, given = FedStrategy(FEDAVG, BaseHParams()), context(point(1.0, 2.0))
+    strategy, given = Strategy(FEDAVG, BaseHParams()), context(point(1.0, 2.0))
     state = strategy.init(given)
     assert strategy.context is given and list(state["model"]) == ["head.weight"]
 
@@ -195,8 +195,8 @@ def test_a_strategy_starts_with_the_initial_arrays_and_knows_its_context() -> No
 def test_a_reply_must_hold_what_the_method_sends_up() -> None:
     shapes = {"features.0.weight": (4, 3), "head.weight": (3, 4), "head.bias": (3,)}
     heads = {name: shapes[name] for name in ("head.weight", "head.bias")}
-    assert FedStrategy(LGFEDAVG, BaseHParams()).expected(shapes) == heads
-    assert FedStrategy(FEDAVG, BaseHParams()).expected(shapes) == shapes
+    assert LGFEDAVG.expected(BaseHParams(), shapes) == heads
+    assert FEDAVG.expected(BaseHParams(), shapes) == shapes
 
 
 @pytest.mark.parametrize(("select", "more"), [(False, {}), (True, {}), (False, {"final_training": False})])
@@ -205,7 +205,7 @@ def test_evaluations_of_all_clients_are_told_what_they_are_for(
 ) -> None:
     """After a round they may leave the training out, and the last one is told that it is the last."""
     asked: list[tuple[str, dict[str, Any]]] = []
-    loop = RoundLoop(FedStrategy(FEDAVG, BaseHParams()))
+    loop = RoundLoop(Strategy(FEDAVG, BaseHParams()))
     traffic = SimpleNamespace(dropped=[])
     monkeypatch.setattr(
         loop, "_train", lambda *given: (given[1], SimpleNamespace(void=False, traffic=traffic, seconds=0.0))
@@ -226,7 +226,7 @@ def test_evaluations_of_all_clients_are_told_what_they_are_for(
 
 def test_clients_that_take_no_part_are_asked_last_and_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    loop = RoundLoop(FedStrategy(FEDAVG, BaseHParams()))
+    loop = RoundLoop(Strategy(FEDAVG, BaseHParams()))
     monkeypatch.setattr(loop, "_evaluate", lambda *given: asked.append((given[3], dict(given[4]), *given[5:])))
     monkeypatch.setattr(loop, "_queries", lambda *given: None)
     manager = SimpleNamespace(nodes={0: None, 3: None, 4: None})
@@ -236,16 +236,17 @@ def test_clients_that_take_no_part_are_asked_last_and_are_told_so(monkeypatch: p
 
 
 def test_only_secure_sums_hide_single_replies() -> None:
-    strategy = FedStrategy(FEDAVG, BaseHParams())
+    strategy = Strategy(FEDAVG, BaseHParams())
     state = strategy.init(context(point(1.0, 2.0)))
     given: dict[str, Any] = {
         "kind": "train", "server_round": 1, "payloads": [], "expected": {"head.weight": (2,)}, "state": state,
         "check": lambda reply: None, "result": SimpleNamespace(traffic=None), "control": {},
     }  # fmt: skip
     manager: Any = SimpleNamespace(send_and_receive=lambda *more: "single replies")
-    assert RoundLoop(strategy)._asked(manager, **given) == "single replies"
-    strategy.secure = SimpleNamespace(exchange=lambda *more: "a sum")  # type: ignore[assignment]
-    assert RoundLoop(strategy)._asked(manager, **given) == "a sum"
+    loop = RoundLoop(strategy)
+    assert loop._asked(manager, **given) == "single replies"
+    loop.secure = SimpleNamespace(exchange=lambda *more: "a sum")  # type: ignore[assignment]
+    assert loop._asked(manager, **given) == "a sum"
 
 
 def test_a_mean_is_a_running_one_unless_another_is_given() -> None:

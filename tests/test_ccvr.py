@@ -34,6 +34,7 @@ from fedapp.learning.training import Batch, batch_slices
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel
 from fedapp.models.selection import extract
+from fedapp.reduce.reader import Policy
 from fedapp.results.predict import read_model
 from fedapp.results.runs import read_run
 from fedapp.tasks import simulated as tasks
@@ -42,7 +43,7 @@ from fedapp.transport.client_manager import ClientManager
 from reproduction.figures.models import global_model
 from strategies.ccvr import CCVR, retrain
 from tests import handmade
-from tests.handmade import deterministic, guard, refusal
+from tests.handmade import asking, deterministic, guard, refusal
 from tests.matrix import methods
 
 W, B = "head.weight", "head.bias"
@@ -131,12 +132,12 @@ def asker(strategy: CCVR, data: Data, order: list[int] | None = None) -> Callabl
 
 def pooled(args: str, data: Data, ctx: ServerContext | None = None) -> gaussian.ClassMoments:
     strategy, state = server(args, ctx)
-    return strategy.statistics(state["model"], asker(strategy, data))[1]
+    return strategy.statistics(state["model"], asking(strategy, asker(strategy, data)))[1]
 
 
 def calibrate(args: str, data: Data, ctx: ServerContext | None = None) -> tuple[CCVR, ServerState, ServerState]:
     strategy, state = server(args, ctx)
-    return strategy, state, strategy.finalize(state, asker(strategy, data))
+    return strategy, state, strategy.finalize(state, asking(strategy, asker(strategy, data)))
 
 
 def six(liar: float = 0.0) -> Data:
@@ -154,13 +155,13 @@ def test_who_moves_the_head_far_is_named() -> None:
     """Drop-one: distances of heads that are fitted without each client, against runs without that client."""
     told: list[str] = []
     strategy, state = server(ctx=dataclasses.replace(context(4), warn=told.append))
-    strategy.robust = guard(robust="own", robust_f=1)
-    assert strategy.finalize(state, asker(strategy, six()))["ccvr"]["calibration"]["screened"] == {
+    strategy.policy = Policy(guard(robust="own", robust_f=1))
+    assert strategy.finalize(state, asking(strategy, asker(strategy, six())))["ccvr"]["calibration"]["screened"] == {
         "capped": 0, "left_out": 0, "scaled": 0, "pulls": {},
     }  # fmt: skip
     assert not told
     data = six(liar=5.0)
-    got = strategy.finalize(state, asker(strategy, data))["ccvr"]
+    got = strategy.finalize(state, asking(strategy, asker(strategy, data)))["ccvr"]
     whole = calibrate("", data, context(4))[2]["ccvr"]["head"]
     assert all(np.array_equal(whole[n], a) for n, a in got["head"].items()), "a warning changes nothing"
     moves = []
@@ -171,8 +172,8 @@ def test_who_moves_the_head_far_is_named() -> None:
     assert got["calibration"]["screened"]["pulls"] == {0: pytest.approx(moves[0] / np.median(moves), abs=0.01)}
     assert len(told) == 1 and "without the statistics of client 0" in told[0]
     few, _ = server(ctx=dataclasses.replace(context(4), warn=told.append))
-    few.robust = guard(robust="own", robust_f=1)
-    assert few.finalize(state, asker(few, data[:3]))["ccvr"]["calibration"]["screened"]["pulls"] == {}
+    few.policy = Policy(guard(robust="own", robust_f=1))
+    assert few.finalize(state, asking(few, asker(few, data[:3])))["ccvr"]["calibration"]["screened"]["pulls"] == {}
 
 
 def together(data: Data) -> tuple[np.ndarray, np.ndarray]:
@@ -256,7 +257,8 @@ def test_sums_are_decided_by_who_answers_the_second_question() -> None:
     strategy, state = server("cov=sums", context(num_classes=2, width=3))
     data = random_data(4, 2, 3, seed=2)
     full = asker(strategy, data)
-    found = strategy.statistics(state["model"], lambda kind, p: full(kind, p)[: 3 if kind == "statistics" else 4])[1]
+    few = asking(strategy, lambda kind, p: full(kind, p)[: 3 if kind == "statistics" else 4])
+    found = strategy.statistics(state["model"], few)[1]
     z, y = together(data[:3])
     for c in range(2):
         np.testing.assert_allclose(found.means[c], z[y == c].mean(axis=0), atol=1e-10)
@@ -545,7 +547,7 @@ def test_the_order_of_the_clients_and_splitting_a_client_change_nothing() -> Non
     heads = []
     for version, order in ((data, None), (data, [3, 1, 4, 0, 2]), ([(z[:1], y[:1]), (z[1:], y[1:]), *data[1:]], None)):
         strategy, state = server("dtype=float64", ctx)
-        heads.append(strategy.finalize(state, asker(strategy, version, order))["ccvr"]["head"])
+        heads.append(strategy.finalize(state, asking(strategy, asker(strategy, version, order)))["ccvr"]["head"])
     for head in heads[1:]:
         np.testing.assert_allclose(head[W], heads[0][W], atol=1e-5)
         np.testing.assert_allclose(head[B], heads[0][B], atol=1e-5)
@@ -553,7 +555,7 @@ def test_the_order_of_the_clients_and_splitting_a_client_change_nothing() -> Non
 
 def test_calibrating_twice_or_training_on_starts_from_the_trained_head() -> None:
     strategy, state, once = calibrate("", CLIENTS)
-    twice = strategy.finalize(once, asker(strategy, CLIENTS))
+    twice = strategy.finalize(once, asking(strategy, asker(strategy, CLIENTS)))
     assert all(np.array_equal(once["ccvr"]["head"][n], twice["ccvr"]["head"][n]) for n in (W, B))
     model = state["model"]
     replies = [Reply(k, 10, {n: a + k for n, a in model.items()}, {}) for k in range(2)]

@@ -19,12 +19,13 @@ from fedapp.core import robust, sums
 from fedapp.core.privacy import Joint, Privacy
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Payload, Reply
+from fedapp.reduce.reader import Policy
 from fedapp.transport.records import METRICS
 from strategies._sums import HeadFromSums
 from strategies.ccvr import CCVR
 from strategies.fedgh import NOISED
 from tests import closedform, test_ccvr, test_fedgh, test_fedghg
-from tests.handmade import guard, refusal
+from tests.handmade import asking, guard, refusal
 from tests.liars import change_arrays, federate
 
 HEADS = ("fed3r", "fedncm", "lda", "fedcof")
@@ -49,9 +50,9 @@ def times(ask: Ask, factor: float) -> Ask:
 
 def head(method: str, factor: float, cap: float, args: str = "scale=none") -> np.ndarray:
     strategy, state = closedform.server(method, args, closedform.context(4, 5))
-    strategy.robust = guard(count_cap=cap)
+    strategy.policy = Policy(guard(count_cap=cap))
     ask = times(closedform.asker(strategy, DATA), factor)
-    made = strategy.finalize(state, ask)[method]["head"]
+    made = strategy.finalize(state, asking(strategy, ask))[method]["head"]
     return np.column_stack([made[closedform.W], made[closedform.B]])
 
 
@@ -97,8 +98,8 @@ def test_no_client_alone_decides_on_the_factor_of_the_logits() -> None:
         return [first, *others]
 
     def factor(ask: Ask, cap: float) -> float:
-        strategy.robust = guard(count_cap=cap)
-        return float(strategy.finalize(state, ask)["fed3r"]["calibration"]["scale"])
+        strategy.policy = Policy(guard(count_cap=cap))
+        return float(strategy.finalize(state, asking(strategy, ask))["fed3r"]["calibration"]["scale"])
 
     best = factor(honest, 0)
     assert factor(lie, 0) == sums.SCALES[-1] and best / 2 < factor(lie, 1) < best * 2
@@ -144,7 +145,7 @@ def test_what_a_single_class_has_is_kept_by_ccvrs_statistics_and_sums_alike() ->
 def ccvr(args: str, factor: float, cap: float) -> Any:
     """The pooled statistics of DATA, of which client 0 says that it has so many times the samples."""
     strategy, state = test_ccvr.server(args, test_ccvr.context(4, 5))
-    strategy.robust = guard(count_cap=cap)
+    strategy.policy = Policy(guard(count_cap=cap))
     honest = test_ccvr.asker(test_ccvr.server(args, test_ccvr.context(4, 5))[0], [(z, y) for z, y in DATA])
 
     def lying(kind: str, payload: Payload) -> list[Reply]:
@@ -155,7 +156,7 @@ def ccvr(args: str, factor: float, cap: float) -> Any:
         assert refusal(strategy, state, first) is None
         return [first, *others]
 
-    return strategy.statistics(state["model"], lying)[1]
+    return strategy.statistics(state["model"], asking(strategy, lying))[1]
 
 
 def test_sums_of_ccvr_are_capped_as_its_statistics_are() -> None:
@@ -213,18 +214,17 @@ def test_noised_sums_count_for_no_more_than_the_cap(method: str) -> None:
         if method == "fedgh":
             made = test_fedgh.strategy()
             made.context = test_fedgh.context(4, 5, np.zeros((4, 5)))
-            made.robust = guard(count_cap=cap)
-            made.privacy = Privacy("example", 1.0, 1e-5, 1e-9)
+            made.policy = Policy(guard(count_cap=cap), Privacy("example", 1.0, 1e-5, 1e-9))
             return made.reader.reduce("train", replies, {}).rows("lar")[0].rows
         server = test_ccvr.server if method == "ccvr" else closedform.server
         args = ("cov=sums base=none",) if method == "ccvr" else (method, "base=none")
         context = test_ccvr.context if method == "ccvr" else closedform.context
         strategy, state = server(*args, context(4, 5))  # type: ignore[operator]
-        strategy.robust, strategy.privacy = guard(count_cap=cap), Privacy("example", 1.0, 1e-5, 1e-9)
+        strategy.policy = Policy(guard(count_cap=cap), Privacy("example", 1.0, 1e-5, 1e-9))
         if isinstance(strategy, CCVR):
-            return np.asarray(strategy.statistics(state["model"], lambda *_: replies)[1].means)
+            return np.asarray(strategy.statistics(state["model"], asking(strategy, lambda *_: replies))[1].means)
         assert isinstance(strategy, HeadFromSums)
-        return strategy.asked(state["model"], lambda *_: replies).b
+        return strategy.asked(state["model"], asking(strategy, lambda *_: replies)).b
 
     np.testing.assert_allclose(totals(long, 2), totals(capped, 0), rtol=1e-6, atol=1e-6)
     assert np.abs(totals(long, 0) - totals(capped, 0)).max() > 0.1

@@ -38,7 +38,7 @@ from tests.closedform import (
     server,
     together,
 )
-from tests.handmade import deterministic, refusal
+from tests.handmade import asking, deterministic, refusal
 
 Tiny = Callable[..., RunResult]
 HEADS = ["fed3r", "fedncm", "lda", "fedcof"]
@@ -83,7 +83,7 @@ def test_any_dealing_of_the_samples_gives_the_same_head() -> None:
     solved = []
     for data in dealt:
         strategy, state = server("fed3r", ctx=ctx)
-        found = strategy.asked(state["model"], asker(strategy, data))
+        found = strategy.asked(state["model"], asking(strategy, asker(strategy, data)))
         solved.append(strategy.rows(found)[0])
         np.testing.assert_allclose(wide(repaired("fed3r", data=data, ctx=ctx)[0]), wide(one), atol=1e-6)
     for rows in solved[1:]:
@@ -133,7 +133,7 @@ def test_small_classes_stay_with_the_client(method: str) -> None:
 @pytest.mark.parametrize("method", HEADS)
 def test_without_any_class_the_model_stays_as_trained(method: str) -> None:
     strategy, before = server(method, "min_count=50")
-    after = strategy.finalize(before, asker(strategy, CLIENTS))
+    after = strategy.finalize(before, asking(strategy, asker(strategy, CLIENTS)))
     assert all(np.array_equal(a, strategy.global_arrays(after)[n]) for n, a in before["model"].items())
     assert strategy.report(after, {})["calibration"]["samples"] == 0
 
@@ -141,8 +141,8 @@ def test_without_any_class_the_model_stays_as_trained(method: str) -> None:
 @pytest.mark.parametrize("method", HEADS)
 def test_only_the_head_changes_and_a_second_repair_starts_from_the_trained_model(method: str, tmp_path: Path) -> None:
     strategy, before = server(method)
-    once = strategy.finalize(before, asker(strategy, CLIENTS))
-    twice = strategy.finalize(once, asker(strategy, CLIENTS))
+    once = strategy.finalize(before, asking(strategy, asker(strategy, CLIENTS)))
+    twice = strategy.finalize(once, asking(strategy, asker(strategy, CLIENTS)))
     old, new = strategy.global_arrays(before), strategy.global_arrays(once)
     assert {n for n in old if not np.array_equal(old[n], new[n])} == {W, B}
     assert np.array_equal(wide(once[method]["head"]), wide(twice[method]["head"]))
@@ -170,10 +170,11 @@ def test_all_clients_decide_on_the_factor() -> None:
     said = repaired("fed3r", "scale=fit", [(z, y), last], context(4, 5))[1]
     assert said["scale"] > 4 * sums.SCALES[0]
     strategy, state = server("fed3r", "scale=fit", context(4, 5))
-    found = strategy.asked(state["model"], asker(strategy, [(z, y), last]))
+    found = strategy.asked(state["model"], asking(strategy, asker(strategy, [(z, y), last])))
     rows, seen = strategy.rows(found)[0], np.ones(4, dtype=bool)
     scales = [
-        strategy.scale(state["model"], rows, seen, asker(strategy, d)) for d in ([(z, y), last], [last], [last, (z, y)])
+        strategy.scale(state["model"], rows, seen, asking(strategy, asker(strategy, d)))
+        for d in ([(z, y), last], [last], [last, (z, y)])
     ]
     assert scales[0] == scales[2] != scales[1]
 
@@ -353,9 +354,9 @@ def test_sums_that_hide_single_replies_have_the_shapes_of_what_a_client_sends(me
         sent[kind] = {name: a.shape for name, a in replies[0].arrays.items()}
         return replies
 
-    found = strategy.asked(state["model"], listening)
+    found = strategy.asked(state["model"], asking(strategy, listening))
     if method == "fed3r":
-        strategy.scale(state["model"], strategy.rows(found)[0], np.ones(4, dtype=bool), listening)
+        strategy.scale(state["model"], strategy.rows(found)[0], np.ones(4, dtype=bool), asking(strategy, listening))
     assert list(sent) == (["sums", "losses"] if method == "fed3r" else ["sums"])
     for kind, shapes in sent.items():
-        assert {n: a.shape for n, a in strategy.further(state, f"query.{kind}").items()} == shapes
+        assert {n: a.shape for n, a in strategy.reader.further(f"query.{kind}", state).items()} == shapes

@@ -25,7 +25,7 @@ from fedapp.method import ALL, BaseHParams, Payload
 from fedapp.models import SplitModel, selection
 from fedapp.results import report
 from fedapp.results.runs import TUNED_PAIRS
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedbabu import METHOD, FedBABU
 from tests.handmade import (
@@ -107,7 +107,7 @@ class Whole(FedBABUClient):
 
 def test_with_all_trained_and_sent_it_is_fedavg_bit_for_bit() -> None:
     class Server(FedBABU):
-        update = FedStrategy.update
+        update = Strategy.update
 
     tasks = digit_tasks(3, epochs=1)
     whole = dataclasses.replace(METHOD, client=Whole, strategy=Server, up=ALL, reduces=None)

@@ -23,6 +23,7 @@ from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
 from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
+from fedapp.reduce.reader import Policy
 from fedapp.results.runs import read_run
 from fedapp.transport import checkpoint
 from fedapp.transport.records import reject
@@ -572,7 +573,7 @@ def test_noised_sums_of_all_clients_make_one_mean_per_class() -> None:
     sums = [noised(0, [4, 1, 5], [[1, 0], [0, 1], [2, 2]]), noised(1, [6, 3, 5], [[3, 2], [2, 1], [0, 2]])]
     made = strategy()
     made.context = context()
-    made.privacy = Privacy("example", 1.0, 1e-5, 1e-9)
+    made.policy = Policy(privacy=Privacy("example", 1.0, 1e-5, 1e-9))
     (found,) = made.reader.reduce("train", sums, {}).rows("lar")
     np.testing.assert_allclose(found.rows, [[0.4, 0.2], [0.5, 0.5], [0.2, 0.4]], atol=1e-6)
     assert found.labels.tolist() == [0, 1, 2] and made.reader.reduce("train", [], {}).rows("lar") == []

@@ -16,16 +16,18 @@ from clients.fedghg import FedGHGClient, FedGHGHParams
 from fedapp.core.gaussian import ClassMoments, MomentsPool, moments, pack, to_arrays
 from fedapp.core.heads import retrain
 from fedapp.core.mixture import Gaussian, between_share, pool
+from fedapp.core.robust import UNGUARDED
 from fedapp.core.virtual import draw, factorise, gaussian_of, virtual_features
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest, Impossible
 from fedapp.method import Payload, Reply, ServerState
+from fedapp.reduce.reader import Policy
 from fedapp.settings import RobustnessSettings
 from strategies.fedgh import METHOD as FEDGH
 from strategies.fedgh import FedGH, header_step
 from strategies.fedghg import METHOD, FedGHG
 from tests import handmade
-from tests.handmade import guard, refusal
+from tests.handmade import asking, guard, refusal
 from tests.test_ccvr import asker, calibrate, server
 from tests.test_core_gaussian import worked
 from tests.test_fedgh import context, head, head_payload, task
@@ -46,7 +48,7 @@ def reply(client: int, of: ClassMoments, cov: str = "diag", counts: bool = False
 
 
 def strategy(robust: RobustnessSettings | None = None, seed: int = 0, **hparams: Any) -> FedGHG:
-    made = FedGHG(METHOD, FedGHGHParams(**hparams), robust=robust)
+    made = FedGHG(METHOD, FedGHGHParams(**hparams), policy=Policy(robust or UNGUARDED))
     made.context = context(w=np.zeros((3, 2)), seed=seed)
     return made
 
@@ -199,7 +201,7 @@ def test_pooled_over_one_common_extractor_the_last_round_is_ccvrs_retraining(see
     w, b = head(after(made, "full", counts=True, clients=clients))
 
     ccvr, state = server("", context(w=np.zeros((3, 2))))
-    statistics = ccvr.statistics(state["model"], asker(ccvr, features))[1]
+    statistics = ccvr.statistics(state["model"], asking(ccvr, asker(ccvr, features)))[1]
     rows = []
     for c in range(3):
         mean, cov = gaussian_of(statistics, c)
@@ -225,7 +227,7 @@ def test_pooled_over_one_common_extractor_it_ends_where_ccvr_ends() -> None:
     start = context(w=np.zeros((3, 2)))
     strategy_of_ccvr, _, state = calibrate("samples=6000 weight_decay=0", features, start)
     theirs = strategy_of_ccvr.repair(state).common
-    pooled = strategy_of_ccvr.statistics(start.initial, asker(strategy_of_ccvr, features))[1]
+    pooled = strategy_of_ccvr.statistics(start.initial, asking(strategy_of_ccvr, asker(strategy_of_ccvr, features)))[1]
     z, y, _ = virtual_features(pooled, np.full(3, 50_000), seed=9)
 
     def loss(w: NDArray[Any], b: NDArray[Any]) -> float:

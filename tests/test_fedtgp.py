@@ -12,9 +12,11 @@ import torch
 from clients.fedproto import FedProtoHParams
 from clients.fedtgp import FedTGPClient, FedTGPHParams
 from fedapp.core.prototypes import contrastive, margin, outputs
+from fedapp.core.robust import UNGUARDED
 from fedapp.engines.local import RunResult
 from fedapp.learning.training import Batch
 from fedapp.method import Payload, Reply, ServerState
+from fedapp.reduce.reader import Policy
 from fedapp.settings import RobustnessSettings
 from fedapp.transport import checkpoint
 from strategies.fedtgp import METHOD, FedTGP
@@ -38,7 +40,7 @@ ROUND = [reply(k, rows) for k, (rows, _) in enumerate(WORKED)]
 
 
 def strategy(classes: int = 3, width: int = 2, robust: RobustnessSettings | None = None, **hparams: Any) -> FedTGP:
-    made = FedTGP(METHOD, FedTGPHParams(**hparams), robust=robust)
+    made = FedTGP(METHOD, FedTGPHParams(**hparams), policy=Policy(robust or UNGUARDED))
     made.context = handmade.context({}, 2, num_classes=classes, width=width)
     return made
 

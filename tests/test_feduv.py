@@ -23,7 +23,7 @@ from fedapp.learning.training import Batch
 from fedapp.method import Payload
 from fedapp.models import build_model
 from fedapp.models.selection import extract, merge
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.feduv import METHOD
 from tests.handmade import context, equal, full_batch, images, point, reply, short, steps_by_hand
@@ -209,7 +209,7 @@ def test_two_local_steps_are_descent_on_the_papers_loss() -> None:
 
 
 def test_the_server_averages_by_samples() -> None:
-    server: FedStrategy = METHOD.strategy(METHOD, FedUVHParams())
+    server: Strategy = METHOD.strategy(METHOD, FedUVHParams())
     state = server.init(context(point(9.0, 9.0), clients=2))
     state = server.aggregate(state, 1, iter([reply(0, 30, point(1, 2)), reply(1, 10, point(5, 6))]))
     assert server.global_arrays(state) is not None and state["model"]["head.weight"].tolist() == [2.0, 3.0]

@@ -25,7 +25,7 @@ from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
 from fedapp.models import SplitModel, build_model
 from fedapp.models.selection import extract, merge
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.moon import METHOD
 from tests.handmade import context, deterministic, equal, full_batch, images, point, reply, short, steps_by_hand
@@ -143,7 +143,7 @@ def test_two_local_steps_are_descent_on_the_papers_loss(tmp_path: Path) -> None:
 
 
 def test_the_server_averages_by_samples() -> None:
-    server: FedStrategy = METHOD.strategy(METHOD, MoonHParams())
+    server: Strategy = METHOD.strategy(METHOD, MoonHParams())
     state = server.init(context(point(9.0, 9.0), clients=2))
     state = server.aggregate(state, 1, iter([reply(0, 30, point(1, 2)), reply(1, 10, point(5, 6))]))
     assert server.global_arrays(state) is not None and state["model"]["head.weight"].tolist() == [2.0, 3.0]

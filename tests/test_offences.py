@@ -26,7 +26,7 @@ from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.offences import STRIKES, Blocked, Offence, Offences
 from fedapp.transport.records import ARRAYS, INFO, METRICS
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 from tests.liars import Lie, change_arrays, federate
 from tests.test_robust import QUICK, largest, state_after
 
@@ -194,7 +194,7 @@ def test_a_model_that_grew_too_much_is_dropped(tmp_path: Path, monkeypatch: pyte
     assert free.summary["dropped"] == 0, "in a simulation nothing is limited unless asked for"
 
 
-class Wild(FedStrategy):
+class Wild(Strategy):
     """A server whose own step makes too much of good replies in some rounds."""
 
     records = ("noted",)
@@ -358,7 +358,7 @@ def test_a_liar_that_falls_silent_does_not_end_the_run_that_it_spoiled(tmp_path:
 
 def test_updates_are_no_longer_than_the_median_one_where_no_vote_is_possible() -> None:
     method, hparams = from_flat({"method": "fedavg"}).method_and_hparams()
-    strategy = FedStrategy(method, hparams)
+    strategy = Strategy(method, hparams)
     initial = {"head.weight": np.zeros(2, np.float32)}
     strategy.context = ServerContext(0, (), 2, 1, initial, lambda k: initial, lambda *a: np.random.default_rng(0))
     changes = ([3.0, 4.0], [0.0, 1.0], [600.0, 800.0])

@@ -25,9 +25,9 @@ from fedapp.tasks.node import Node
 METHOD = """
 from clients.base import FedClient
 from fedapp.method import Method
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
-METHOD = Method(id="plain", title="Plain", paper="nobody, 2026", strategy=FedStrategy, client=FedClient)
+METHOD = Method(id="plain", title="Plain", paper="nobody, 2026", strategy=Strategy, client=FedClient)
 """
 NETS = """
 from torch import nn

@@ -20,10 +20,10 @@ from fedapp.errors import BadRequest
 from fedapp.method import NONE, Method
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.public import PublicSource, public_source
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 from tests.test_gradient_hook import patched
 
-WITH_PUBLIC = Method("with_public", "", "", FedStrategy, FedClient, shared=NONE, public_share=0.1)
+WITH_PUBLIC = Method("with_public", "", "", Strategy, FedClient, shared=NONE, public_share=0.1)
 
 
 @pytest.fixture(autouse=True)

@@ -17,12 +17,15 @@ from clients.fedproto import FedProtoHParams
 from fedapp.core.averages import RunningMean
 from fedapp.errors import Impossible
 from fedapp.federation.loop import RoundLoop
-from fedapp.method import BaseHParams, Reply, ServerState, Sums
+from fedapp.method import BaseHParams, Payload, Reply, ServerState, Sums
 from fedapp.reduce.plain import MeanReducer, PlainClassMeans
+from fedapp.reduce.reader import Policy
 from fedapp.reduce.robust import RobustClassMeans
-from fedapp.reduce.spec import ClassMean, Each, Mean, form_problem
+from fedapp.reduce.spec import ClassMean, Each, Mean, Query, Total, form_problem
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
-from strategies.base import FedStrategy
+from strategies._flower import FlowerStrategy
+from strategies._maths import Maths
+from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedavg import FedAvg
 from strategies.fedproto import METHOD as FEDPROTO
@@ -77,6 +80,33 @@ def test_a_class_with_an_aggregate_of_its_own_gets_single_replies_in_flowers_loo
     np.testing.assert_allclose(found["result"].arrays["head.bias"].numpy(), (2 * 1 + 3 * 2) / 5)
 
 
+class Shifted(Maths):
+    """Mathematics without Flower: the initial model is moved by a sum over the clients before round 1."""
+
+    def prepare(self, state: ServerState, query: Query) -> ServerState:
+        total = query("prepare", Payload()).totals("n").sums["n"]
+        return {"model": {name: array + total for name, array in state["model"].items()}}
+
+
+def test_mathematics_alone_run_in_flowers_loop_and_ask_before_round_1() -> None:
+    app = ClientApp()
+
+    @app.query("prepare")
+    def count(message: Message, context: Context) -> Message:
+        number = np.array(int(context.node_config["partition-id"]), np.float32)
+        metrics = MetricRecord({"num-examples": 1})
+        return Message(
+            RecordDict({"arrays": ArrayRecord({"n/n": Array(number)}), "metrics": metrics}), reply_to=message
+        )
+
+    total = Total("n/", lambda context: {"n": np.zeros(())}, lambda context, arrays, lost: None)
+    method = dataclasses.replace(FEDAVG, strategy=Shifted, extra_up=("n/",), reduces={"prepare": {"n": total}})
+    strategy = FlowerStrategy(Shifted(method, BaseHParams()), fraction_train=0.0, fraction_evaluate=0.0)
+    given = ArrayRecord({n: Array(a) for n, a in HEAD.items()})
+    found = strategy.start(LocalGrid(app, {}, 3), given, num_rounds=1)
+    assert found.arrays["head.bias"].numpy().tolist() == [3.0, 3.0]
+
+
 def test_replies_pass_once_and_in_order_through_all_reductions() -> None:
     pulled: list[int] = []
 
@@ -85,7 +115,7 @@ def test_replies_pass_once_and_in_order_through_all_reductions() -> None:
             pulled.append(client)
             yield reply(client, 1, point(float(client)))
 
-    strategy = FedStrategy(FEDAVG, BaseHParams())
+    strategy = Strategy(FEDAVG, BaseHParams())
     state = strategy.init(context(point(0.0)))
     reduced = strategy.reader.reduce("train", arriving(), state)
     assert pulled == []
@@ -95,7 +125,7 @@ def test_replies_pass_once_and_in_order_through_all_reductions() -> None:
 
 
 def test_without_replies_a_mean_is_the_arrays_that_were_sent() -> None:
-    strategy = FedStrategy(FEDAVG, BaseHParams())
+    strategy = Strategy(FEDAVG, BaseHParams())
     state = strategy.init(context(point(2.0)))
     assert strategy.update(state, 1, strategy.reader.reduce("train", [], state))["model"] == state["model"]
 
@@ -153,7 +183,7 @@ def test_a_reply_of_several_clients_does_not_say_who_has_which_class() -> None:
 
 
 def test_rules_that_took_the_place_of_others_are_noted_round_by_round() -> None:
-    strategy = FEDPROTO.strategy(FEDPROTO, FedProtoHParams(), robust=guard(robust="trimmed", robust_f=2))
+    strategy = FEDPROTO.strategy(FEDPROTO, FedProtoHParams(), policy=Policy(guard(robust="trimmed", robust_f=2)))
     state = strategy.init(context(point(0.0), num_classes=2, width=1))
     arrays = {"protos": np.ones((1, 1), np.float32), "labels": np.array([1], np.int32)}
     for times in (1, 2):

@@ -29,7 +29,7 @@ from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.identity import PROOF, Identity
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.secure import HIDDEN, additive, restored, shapes_of
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 from tests.handmade import refusal
 
 SUMMED = {
@@ -102,7 +102,7 @@ def test_the_server_makes_the_same_of_the_sum_as_of_the_replies(
     kind = next(k for k in kinds if "aggregate" in k.__dict__)
     original = kind.aggregate
 
-    def both(self: FedStrategy, state: Any, server_round: int, replies: Iterator[Reply]) -> Any:
+    def both(self: Strategy, state: Any, server_round: int, replies: Iterator[Reply]) -> Any:
         (one,) = replies
         assert one.num_samples == sum(n for _, n in plain) and len(one.members) == len(plain) == 4
         singles = [dataclasses.replace(m, arrays=a) for m, (a, _) in zip(one.members, plain, strict=True)]

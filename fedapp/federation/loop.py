@@ -12,11 +12,13 @@ from typing import Any, TypeAlias
 from fedapp import sampling
 from fedapp.core.robust import needed
 from fedapp.federation import soundness
+from fedapp.federation.releases import released
 from fedapp.federation.rollback import Earlier, WayBack, reset
-from fedapp.method import Payload, Query, Reply, ServerContext, ServerState
+from fedapp.method import Payload, Reply, ServerContext, ServerState
+from fedapp.reduce.spec import Query
 from fedapp.transport.client_manager import ClientManager, Dropped, RoundFailed, Spoiled, Traffic
 from fedapp.transport.secure import SecureSums
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 Each: TypeAlias = Callable[[int], Mapping[str, Any] | None]
 EVALUATED = 1024
@@ -73,8 +75,9 @@ class Callbacks:
 class RoundLoop(WayBack):
     """Runs the rounds of a strategy over the clients of a manager."""
 
-    def __init__(self, strategy: FedStrategy) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
+        self.secure: SecureSums | None = None
         self.unseen: frozenset[int] = frozenset()
         self.each: Each = lambda client: {}
 
@@ -119,7 +122,10 @@ class RoundLoop(WayBack):
         The final state.
         """
         self.unseen, self.each = frozenset(unseen), each
-        self.strategy.secure = secure
+        self.secure = secure
+        if secure is not None:
+            policy = dataclasses.replace(self.strategy.policy, share=lambda: secure.share)
+            self.strategy = self.strategy.under(policy)
         callbacks = callbacks or Callbacks()
         train: dict[str, Any] = {"train": final_training}
         between = {"received-only": True} if select else train
@@ -219,14 +225,14 @@ class RoundLoop(WayBack):
     def _train(
         self, manager: ClientManager, state: ServerState, server_round: int, ids: list[int], control: Mapping[str, Any]
     ) -> tuple[ServerState, RoundResult]:
-        strategy, robust = self.strategy, self.strategy.robust
+        strategy, robust = self.strategy, self.strategy.policy.robust
         result = RoundResult("train", server_round)
         payloads = strategy.send_each(state, server_round, ids)
-        expected = strategy.expected({name: array.shape for name, array in strategy.context.initial.items()})
         initial, growth = strategy.context.initial, robust.max_growth
         limit = growth * (1 + soundness.longest(state, initial)) if growth else math.inf
-        check = self.checker(state, "train")
-        if growth and strategy.secure is None:  # the length of every reply takes a pass over it
+        expected = strategy.method.expected(strategy.hparams, {name: array.shape for name, array in initial.items()})
+        check = strategy.checker(state, "train")
+        if growth and self.secure is None:  # the length of every reply takes a pass over it
             check = soundness.bounded(check, initial, limit, strategy.reader.moves(state))
         replies = self._asked(manager, "train", server_round, payloads, expected, state, check, result, control)
         good = _recorded(replies, result)
@@ -234,7 +240,7 @@ class RoundLoop(WayBack):
             # A rule holds for a number of clients. So all must have arrived before it begins.
             arrived = list(good)
             manager.require(result.traffic, server_round)
-            single = robust.rules or strategy.secure is not None  # of a sum there is one reply
+            single = robust.rules or self.secure is not None  # of a sum there is one reply
             good = iter(arrived if single else self.shortened(state, server_round, arrived))
         if robust.rules and not self.gone_back:  # no client that fails may end a run which another one spoiled
             # A client that was blocked lies no more, so that the rule has fewer liars to bear.
@@ -254,12 +260,6 @@ class RoundLoop(WayBack):
         result.void = soundness.flaw(new, initial, strategy.records, limit) or ""
         return new, result
 
-    def checker(self, state: ServerState, kind: str) -> Callable[[Reply], str | None]:
-        """Return the strategy's check of a reply to `kind`; arrays that the method did not declare are refused too."""
-        strategy = self.strategy
-        prefixes, check = tuple(strategy.method.up_prefixes(strategy.hparams)), strategy.checker(state, kind)
-        return lambda reply: strategy.undeclared(reply, lambda name: name.startswith(prefixes)) or check(reply)
-
     def _asked(
         self,
         manager: ClientManager,
@@ -273,13 +273,15 @@ class RoundLoop(WayBack):
         control: Mapping[str, Any],
     ) -> Iterator[Reply]:
         """Send messages and yield the good replies, or with secure sums the one reply that stands for all of them."""
-        strategy, secure = self.strategy, self.strategy.secure
+        strategy, secure, reader = self.strategy, self.secure, self.strategy.reader
         sums = strategy.method.sums(strategy.hparams) if secure else None
-        template = {n: strategy.context.initial[n] for n in expected} | strategy.further(state, kind) if sums else {}
+        template = {n: strategy.context.initial[n] for n in expected} | reader.further(kind, state) if sums else {}
         if secure is None or sums is None or not template:
             return manager.send_and_receive(kind, server_round, payloads, expected, check, result.traffic, control)
-        released = strategy.released(kind, template)
-        return secure.exchange(kind, server_round, payloads, sums, template, check, result.traffic, control, released)
+        return secure.exchange(
+            kind, server_round, payloads, sums, template, check, result.traffic, control,
+            released(reader, kind, template),
+        )  # fmt: skip
 
     def _evaluate(
         self,
@@ -320,19 +322,18 @@ class RoundLoop(WayBack):
     ) -> Query:
         back = {name: value for name, value in last.items() if name == "back"}
 
-        def query(kind: str, payload: Payload) -> Iterator[Reply]:
-            stage = f"query.{kind}"
+        def ask(stage: str, payload: Payload) -> Iterator[Reply]:
             result = RoundResult(stage, server_round)
             payloads = ((c, payload) for c in self._taking_part(manager))
             control = {"round": server_round + 1, **back}
-            check = self.checker(state, stage)
+            check = self.strategy.checker(state, stage)
             replies = self._asked(manager, stage, server_round, payloads, {}, state, check, result, control)
             yield from _recorded(replies, result)
             result.seconds = result.traffic.seconds
             manager.require(result.traffic, server_round)
             callbacks.after_query(result)
 
-        return query
+        return self.strategy.reader.query(ask)
 
 
 def _no_arrays(reply: Reply) -> str | None:

@@ -17,7 +17,7 @@ from fedapp.core.robust import changes_bounded
 from fedapp.learning.state import KEPT
 from fedapp.method import Reply, ServerState
 from fedapp.transport.client_manager import ClientManager
-from strategies.base import FedStrategy
+from strategies.base import Strategy
 
 TIMES = 2
 """How often a run goes back."""
@@ -41,7 +41,7 @@ class Earlier:
 class WayBack:
     """Decides whether a run goes back, where to, and what bounds its clients afterwards."""
 
-    def __init__(self, strategy: FedStrategy) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self.gone_back = 0
 
@@ -51,7 +51,7 @@ class WayBack:
         Where every reply is needed (`min-replies = 1`) a model that diverged is a mistake in the settings. It also is
         where rules hold from the start, and where the run has gone back before, as often as it may.
         """
-        asked_for = bool(self.strategy.robust.rules) and not self.gone_back
+        asked_for = bool(self.strategy.policy.robust.rules) and not self.gone_back
         return not asked_for and manager.settings.min_replies < 1 and self.gone_back < TIMES
 
     def way_back(self, previous: Earlier) -> tuple[Earlier, str]:
@@ -74,8 +74,9 @@ class WayBack:
         self.gone_back = times
         if not self.strategy.method.votes_on(self.strategy.hparams):
             return "from now on no client's update is longer than the median one"
-        robust = self.strategy.robust
-        self.strategy.robust = robust.replaced(robust="median", robust_f=max(1, robust.robust_f))
+        policy = self.strategy.policy
+        median = policy.robust.replaced(robust="median", robust_f=max(1, policy.robust.robust_f))
+        self.strategy = self.strategy.under(dataclasses.replace(policy, robust=median))
         return "from now on the median of the clients is taken"
 
     def shortened(self, state: ServerState, server_round: int, replies: Sequence[Reply]) -> list[Reply]:

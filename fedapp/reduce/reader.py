@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,13 @@ import numpy as np
 from fedapp.core.privacy import Privacy
 from fedapp.core.robust import UNGUARDED, count_limit, mean_of
 from fedapp.errors import Impossible
-from fedapp.method import Arrays, Method, Reduction, Reply, ServerContext, ServerState
+from fedapp.method import Arrays, Method, Payload, Reduction, Reply, ServerContext, ServerState
 from fedapp.reduce.noised import NOISED_FORMS, Noised, noised
 from fedapp.reduce.plain import MeanReducer, PlainClassMeans, PlainMoments, PlainRows, PlainTotals
 from fedapp.reduce.robust import RobustClassMeans, ScreenedRows
 from fedapp.reduce.rules_ccvr import ScreenedMoments
-from fedapp.reduce.spec import ClassMean, Each, Gaussians, Mean, Reduced, Reducer, Rows, Total
+from fedapp.reduce.spec import USUAL, ClassMean, Each, Gaussians, Mean, Query, Reduced, Reducer, Rows, Total
 from fedapp.settings import RobustnessSettings
-
-USUAL: Mapping[str, Reduction] = {"model": Mean()}
-"""Reductions of an exchange for which a method declares none."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +60,13 @@ class Reader:
     """
 
     def __init__(self, method: Method, hparams: Any, context: ServerContext, policy: Policy) -> None:
-        self.context, self.policy = context, policy
-        self._further = method.allows if method.reduces is None else lambda name: False
-        self.reductions = {
-            exchange: {n: r if policy.privacy is None else noised(r) for n, r in found.items()}
-            for exchange, found in method.reductions(hparams).items()
-        }
+        self.method, self.hparams, self.context, self.policy = method, hparams, context, policy
+        found = dict(method.reductions(hparams))
+        if "prepare" in found:
+            found["query.prepare"] = found.pop("prepare")
+        if policy.privacy is not None:
+            found = {exchange: {n: noised(r) for n, r in of.items()} for exchange, of in found.items()}
+        self.reductions = found
 
     def noised(self, exchange: str) -> Noised | None:
         """Return the reduction of an exchange that has noise, or None."""
@@ -80,9 +78,24 @@ class Reader:
 
     def reduce(self, exchange: str, replies: Iterable[Reply], state: ServerState) -> Reduced:
         """Return the replies to an exchange, to be reduced as they arrive."""
-        found = self.reductions.get(exchange, USUAL)
+        found = self.reductions.get(exchange, USUAL if exchange == "train" else {})
         reducers = {n: self._reducer(r, state) for n, r in found.items() if not isinstance(r, Each)}
         return Reduced(replies, reducers, lambda previous: mean_of(previous, self.policy.robust))
+
+    def query(self, ask: Callable[[str, Payload], Iterable[Reply]]) -> Query:
+        """Return the query of a method.
+
+        Parameters
+        ----------
+        ask : `ask("query.<kind>", payload)` sends the messages and yields the checked replies by client id.
+        """
+
+        def query(kind: str, payload: Payload) -> Reduced:
+            exchange = f"query.{kind}"
+            replies = () if self.needless(exchange) else ask(exchange, payload)
+            return self.reduce(exchange, replies, payload.common)
+
+        return query
 
     def _reducer(self, reduction: Reduction, state: ServerState) -> Reducer:
         """Return an empty reduction in the form that the policy asks for."""
@@ -116,17 +129,43 @@ class Reader:
         found = [(r, form) for r in reductions if (form := r.form(self.context, state)) is not None]
         return found if len(found) == len(reductions) else None
 
-    def checker(self, exchange: str, state: ServerState) -> Callable[[Reply], str | None]:
-        """Return a function that returns why a reply does not have the form that the server reduces, or None."""
+    def further(self, exchange: str, state: ServerState) -> Arrays:
+        """Return the arrays of `form` besides the model's, for sums.
+
+        Those of classes (`Sums.rows`) have a row for each of the C classes.
+        """
+        form = self.form(exchange, state) or {}
+        return {name: array for name, array in form.items() if name not in self.context.initial}
+
+    def checker(
+        self, exchange: str, state: ServerState, shared: Callable[[str], bool] | None = None
+    ) -> Callable[[Reply], str | None]:
+        """Return a function that returns why a reply does not have the form that the server reduces, or None.
+
+        Parameters
+        ----------
+        shared : whether a name is that of a model array in replies; None: it is one if the method shares it.
+        """
+        prefixes = tuple(self.method.up_prefixes(self.hparams))
+        shared, unfit = shared or (lambda name: name.startswith(prefixes)), self._unfit(exchange, state)
+
+        def problem(reply: Reply) -> str | None:
+            extra = [n for n in reply.arrays if not shared(n) and not self.method.allows(n)]
+            return f"'{extra[0]}' is not an array that {self.method.id} shares" if extra else unfit(reply)
+
+        return problem
+
+    def _unfit(self, exchange: str, state: ServerState) -> Callable[[Reply], str | None]:
         forms, model = self._forms(exchange, state), self.context.initial.keys()
         if forms is None:
             return lambda reply: None
+        allows = self.method.allows if self.method.reduces is None else lambda name: False
         prefixes = tuple(r.prefix for r, _ in forms if isinstance(r, Gaussians))
         known = {name for r, form in forms for name in (*form, *(r.further if isinstance(r, Rows) else ()))}
 
         def problem(reply: Reply) -> str | None:
             unknown = reply.arrays.keys() - known - model
-            if extra := [n for n in unknown if not n.startswith(prefixes) and not self._further(n)]:
+            if extra := [n for n in unknown if not n.startswith(prefixes) and not allows(n)]:
                 return Impossible(f"'{min(extra)}' was not asked for")
             return next((p for r, form in forms if (p := r.problem(self.context, reply, form))), None)
 

@@ -1,6 +1,6 @@
 """The kinds of reduction that a method declares, and the object from which its server reads them.
 
-`Method.reduces` names the reductions of each exchange (`train` or `query.<kind>`):
+`Method.reduces` names the reductions of each exchange (`train`, `prepare` or `query.<kind>`):
 
 =============  =================================================================
 ``Mean``       the mean of named arrays, weighted by n_k or uniform
@@ -35,11 +35,11 @@ from fedapp.core.names import under
 from fedapp.core.privacy import Squares
 from fedapp.core.robust import RobustMean, weaker
 from fedapp.errors import Impossible
-from fedapp.method import Array, Arrays, Reduction, Reply, ServerContext, ServerState, Sums
+from fedapp.method import Array, Arrays, Payload, Reduction, Reply, ServerContext, ServerState, Sums
 
 Of: TypeAlias = Callable[[ServerContext, ServerState], Arrays]
-"""Gives the arrays of a reduction from the state that the clients were sent. Their names, shapes and dtypes are those
-of a reply, and robust rules measure changes from their values."""
+"""Gives the arrays of a reduction from the state that the clients were sent, for a query from its payload's common
+arrays. Their names, shapes and dtypes are those of a reply, and robust rules measure changes from their values."""
 
 Float64: TypeAlias = npt.NDArray[np.float64]
 LABELS = "labels"
@@ -100,6 +100,10 @@ class Mean(Reduction):
     def guards(self) -> tuple[str, ...]:
         """Any rule for averages, and a cap on the weights."""
         return ("rules", "count-cap")
+
+
+USUAL: Mapping[str, Reduction] = {"model": Mean()}
+"""Reductions of the training of a method that declares none."""
 
 
 @dataclass(frozen=True)
@@ -399,6 +403,10 @@ class Reduced:
             self._clients.append(dataclasses.replace(reply, arrays={}))
             yield reply
 
+    def __iter__(self) -> Iterator[Reply]:
+        """Yield the replies as they arrive."""
+        return self.each()
+
     @property
     def clients(self) -> list[Reply]:
         """All replies without their arrays; empty if no client replied."""
@@ -475,6 +483,11 @@ class Reduced:
             self.drain()
             self._results[name] = self._reducers[name].result()
         return self._results[name]
+
+
+Query: TypeAlias = Callable[[str, Payload], Reduced]
+"""`query(kind, payload)` sends one `query.<kind>` message to every client and returns the checked replies, to be read
+one at a time or reduced."""
 
 
 def note_weaker(noted: dict[str, Any], used: Mapping[int, str]) -> None:

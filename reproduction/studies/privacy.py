@@ -46,9 +46,10 @@ from fedapp.core.secure_sum import noise_share, threshold
 from fedapp.data.transforms import InputSpec
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
-from fedapp.method import Arrays, Payload, Reply, ServerContext
+from fedapp.method import Arrays, Reply, ServerContext
 from fedapp.models import SplitModel, build_model
 from fedapp.privacy import statistics
+from fedapp.reduce.reader import Policy
 from fedapp.results.directory import write_text
 from fedapp.results.statistics import spread
 from fedapp.settings import ModelSettings
@@ -226,7 +227,7 @@ def accuracy(method: str, features: Features, answers: Sequence[Arrays], noise: 
     """
     arguments, prefix, _ = METHODS[method]
     described, hparams = registry.configured(method, arguments)
-    strategy = described.strategy(described, hparams, privacy=Privacy("example", math.inf, DELTA, noise))
+    strategy = described.strategy(described, hparams, policy=Policy(privacy=Privacy("example", math.inf, DELTA, noise)))
 
     def score(arrays: Mapping[str, Array], scalars: Any = None) -> float:
         z, y = features.test
@@ -245,9 +246,7 @@ def accuracy(method: str, features: Features, answers: Sequence[Arrays], noise: 
             state = strategy.aggregate(state, server_round, replies)
         return score(state["model"])
 
-    def query(kind: str, payload: Payload) -> Iterator[Reply]:
-        return iter(replies)
-
+    query = strategy.reader.query(lambda exchange, payload: replies)
     arrays = strategy.global_arrays(strategy.finalize(state, query))
     assert arrays is not None
     return score(arrays)
