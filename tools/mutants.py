@@ -47,6 +47,7 @@ FOLDERS = (
     "fedapp/reduce",
 )
 NAMED = {
+    "strategies/_maths.py": ["tests/test_base.py", "tests/test_flower_loop.py", "tests/test_reduce.py"],
     "strategies/base.py": [
         "tests/test_engine.py",
         "tests/test_client_manager.py",
@@ -57,6 +58,7 @@ NAMED = {
     "strategies/_sums.py": ["tests/test_fed3r.py"],
     "fedapp/federation/loop.py": ["tests/test_base.py", "tests/test_engine.py", "tests/test_offences.py"],
     "fedapp/federation/context.py": ["tests/test_measure.py", "tests/test_engine.py"],
+    "fedapp/federation/releases.py": ["tests/test_private_sums.py"],
     "fedapp/federation/rollback.py": ["tests/test_offences.py"],
     "fedapp/federation/soundness.py": ["tests/test_offences.py"],
     "strategies/_flower.py": ["tests/test_flower_loop.py"],
