@@ -333,8 +333,7 @@ def features(
 
 
 Client = Annotated[
-    str | None,
-    typer.Option(help="number of the client, as in final.csv, or its name in the data (name:3 if a number)"),
+    str | None, typer.Option(help="number of the client, as in final.csv, or its name in the data (name:3 if a number)")
 ]
 RunFolder = Annotated[
     Path | None, typer.Option("--run", help="run directory, or a node's STATE-DIR/<federation>", metavar="DIR")

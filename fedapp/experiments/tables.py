@@ -21,20 +21,8 @@ from fedapp.results.answers import HARM, SETTING
 from fedapp.results.cells import write_table
 from fedapp.results.directory import write_json
 from fedapp.results.intervals import differences_of, margin_of
-from fedapp.results.runs import (
-    AGAIN,
-    RunResult,
-    refuse,
-)
-from fedapp.results.statistics import (
-    Floats,
-    harm,
-    holm,
-    mean_and_std,
-    measured,
-    privacy,
-    reached,
-)  # fmt: skip
+from fedapp.results.runs import AGAIN, RunResult, refuse
+from fedapp.results.statistics import Floats, harm, holm, mean_and_std, measured, privacy, reached  # fmt: skip
 from fedapp.results.tables import TUNED
 from fedapp.settings.evaluation import PROTOCOLS
 from fedapp.tasks import identity

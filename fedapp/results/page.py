@@ -21,14 +21,7 @@ from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import counted
 from fedapp.registry import method_title
 from fedapp.results.figures import Gallery
-from fedapp.results.runs import (
-    HARM_TEXT,
-    ONE_SCORE,
-    PROTOCOL_TEXT,
-    UNADJUSTED,
-    Comparison,
-    RunResult,
-)
+from fedapp.results.runs import HARM_TEXT, ONE_SCORE, PROTOCOL_TEXT, UNADJUSTED, Comparison, RunResult
 from fedapp.results.statistics import DASH, duration, percent, size
 
 MOST_ROWS = 400

@@ -47,11 +47,7 @@ from fedapp.settings.evaluation import PROTOCOLS
 PAGE = "report.html"
 
 
-def write(
-    directory: str | Path,
-    figures_to: str | Path | None = None,
-    progress: Progress | None = None,
-) -> Path:
+def write(directory: str | Path, figures_to: str | Path | None = None, progress: Progress | None = None) -> Path:
     """Write `report.html` into a run directory or the folder of a comparison.
 
     Parameters
@@ -154,13 +150,7 @@ def _scores(run: RunResult, protocols: Sequence[str]) -> Table:
         ]
         for p in protocols
     ]  # fmt: skip
-    head = [
-        "accuracy in %",
-        "all clients",
-        "std over clients",
-        "pooled",
-        "balanced",
-    ]
+    head = ["accuracy in %", "all clients", "std over clients", "pooled", "balanced"]
     return Table([*head, *more.values()], rows)
 
 

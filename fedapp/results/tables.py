@@ -13,22 +13,8 @@ from fedapp.lazy import pd
 from fedapp.registry import title_of
 from fedapp.results import intervals
 from fedapp.results.answers import AGAIN_TITLE, HARM, SETTING, rows_of, setting_title, with_reasons
-from fedapp.results.runs import (
-    HARM_TEXT,
-    ONE_SCORE,
-    PAIRED,
-    TUNED_PAIRS,
-    UNADJUSTED,
-    Comparison,
-    RunResult,
-)
-from fedapp.results.statistics import (
-    DASH,
-    over,
-    spread,
-    tally,
-    until,
-)
+from fedapp.results.runs import HARM_TEXT, ONE_SCORE, PAIRED, TUNED_PAIRS, UNADJUSTED, Comparison, RunResult
+from fedapp.results.statistics import DASH, over, spread, tally, until
 from fedapp.results.terminal import Screen, print_fitting
 from fedapp.settings.evaluation import PROTOCOLS
 
@@ -89,7 +75,7 @@ def print_tables(comparison: Comparison) -> None:
             )
     lines = [
         "received, trained: each client's own test split, mean over all clients; balanced: mean recall over all "
-        "classes on all clients' test images.",
+        "classes on all clients' test images."
     ]
     if (table["method"] == "local").any():
         lines.append(f"{ONE_SCORE} {PAIRED}")
