@@ -81,19 +81,20 @@ def parse_variants(text: str) -> list[Variant]:
     ------
     BadRequest : no method, an unknown one, an unknown name, brackets that do not match, or the same entry twice.
     """
-    variants: list[Variant] = []
-    for entry in entries(text):
-        method, inside = configuration.in_brackets("--methods", entry)
-        args, settings = configuration.told_apart("--methods", method, inside)
-        label = method + (f"({' '.join(inside)})" if inside else "")
-        variants.append(Variant(label, method, tuple(args.items()), tuple(settings.items())))
+    variants = [_variant("--methods", *configuration.in_brackets("--methods", entry)) for entry in entries(text)]
     if not variants:
         raise BadRequest("no method given: --methods local,fedavg,...")
     folders = [v.folder for v in variants]
-    twice = sorted({v.label for v in variants if folders.count(v.folder) > 1})
-    if twice:
+    if twice := sorted({v.label for v in variants if folders.count(v.folder) > 1}):
         raise BadRequest(f"--methods names {', '.join(twice)} twice")
     return variants
+
+
+def _variant(option: str, method: str, inside: Sequence[str], family: str = "") -> Variant:
+    """Make a variant of a method from the parts in its brackets."""
+    args, settings = configuration.told_apart(option, method, inside)
+    label = method + (f"({' '.join(inside)})" if inside else "")
+    return Variant(label, method, tuple(args.items()), tuple(settings.items()), family)
 
 
 def expand(variants: Sequence[Variant], text: str) -> list[Variant]:
@@ -109,31 +110,20 @@ def expand(variants: Sequence[Variant], text: str) -> list[Variant]:
     axes, used, found = grid.parse(text, "--grid"), set(), []
     for variant in variants:
         fields = registry.get(variant.method).hparams.model_fields
+        inside = variant.label[len(variant.method) :].strip("()").split()
         mine: dict[str, list[str]] = {}
         for name, values in axes.items():
-            owner, dot, inner = name.partition(".")
-            own = inner if dot and owner == variant.method else name
-            plain = own.removeprefix("config.")
+            own = name.removeprefix(f"{variant.method}.")
+            key = own.removeprefix("config.").replace("_", "-")
             based = own.startswith("base.") and "base_args" in fields
-            if based or own.replace("-", "_") in fields or plain.replace("_", "-") in OWN_SETTINGS:
+            if based or own.replace("-", "_") in fields or key in OWN_SETTINGS:
                 mine[own] = values
                 used.add(name)
         for point in grid.points(mine):
             args, settings = configuration.told_apart("--grid", variant.method, point)
-            twice = {*args, *settings} & {*dict(variant.args), *dict(variant.settings)}
-            if twice:
+            if twice := {*args, *settings} & {*dict(variant.args), *dict(variant.settings)}:
                 raise BadRequest(f"--grid: {variant.label} has a value of its own for {', '.join(sorted(twice))}")
-            inside = " ".join([variant.label[len(variant.method) :].strip("()"), *point]).strip()
-            label = variant.method + (f"({inside})" if inside else "")
-            found.append(
-                Variant(
-                    label,
-                    variant.method,
-                    (*variant.args, *args.items()),
-                    (*variant.settings, *settings.items()),
-                    variant.label,
-                )
-            )
+            found.append(_variant("--grid", variant.method, [*inside, *point], variant.label))
     if unused := [name for name in axes if name not in used]:
         raise BadRequest(f"--grid: none of {', '.join(v.label for v in variants)} has {', '.join(unused)}")
     return found
@@ -271,8 +261,7 @@ def _check_widths(config: RunConfig) -> None:
     if len(widths) > 1 and method.same_width and (method.shared_prefixes(hparams) or method.extra_up):
         raise BadRequest(
             f"the models of {config.model.model} have features of widths {sorted(widths)}, but heads or "
-            "representations are "
-            "compared: take models of one family"
+            "representations are compared: take models of one family"
         )
 
 
@@ -302,15 +291,10 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
                 f"{out} holds a run of fedapp {made}, this is {__version__}: scores and defaults may mean something "
                 "else; give a new --out"
             )
-        differing = [
-            f"{k} = {there[k]!r} there, {v!r} now"
-            for k, v in config.to_flat().items()
-            if k != "track" and there[k] != v
-        ]
-        if differing:
+        now = {k: v for k, v in config.to_flat().items() if k != "track" and there[k] != v}
+        if differing := "; ".join(f"{k} = {there[k]!r} there, {v!r} now" for k, v in now.items()):
             raise BadRequest(
-                f"{out} holds a run with another configuration ({'; '.join(differing)}): give a new --out, or its "
-                "settings"
+                f"{out} holds a run with another configuration ({differing}): give a new --out, or its settings"
             )
         run = RunResult(out)
         if not run.ok and not any((out / "checkpoint").glob("*.safetensors")):
@@ -362,10 +346,8 @@ class RunsProgress(Display):
         super().__init__()
         self.names = {Path(c.storage.out): name for name, c in runs.items()}
         self.rounds = {Path(c.storage.out): c.federation.num_server_rounds for c in runs.values()}
-        self.before = {
-            Path(c.storage.out): rounds_done(Path(c.storage.out)) if c.storage.resume else 0 for c in runs.values()
-        }
         self.ended: set[str] = set()
+        self.before = self.done()
         self.total = sum(self.rounds.values())
         self.started = self.told = time.monotonic()
         self.stop = threading.Event()
@@ -398,14 +380,11 @@ class RunsProgress(Display):
 
     def done(self) -> int:
         """Rounds done in all runs."""
-        return sum(
-            rounds if self.names[out] in self.ended else max(self.before[out], rounds_done(out))
-            for out, rounds in self.rounds.items()
-        )
+        return sum(n if self.names[out] in self.ended else rounds_done(out) for out, n in self.rounds.items())
 
     def text(self, done: int) -> str:
         """Say how many runs have ended, and what is left at the pace so far."""
-        fresh = done - sum(self.before.values())
+        fresh = done - self.before
         text = f"{len(self.ended)} of {counted(len(self.names), 'run')}, {done} of {counted(self.total, 'round')}"
         if fresh > 0 and done < self.total:
             left = (time.monotonic() - self.started) / fresh * (self.total - done)
@@ -437,12 +416,10 @@ def run_here(
         try:
             ended = pool.run_all(list(todo.values()), workers, progress.on_end, deadline)
         except BrokenProcessPool as e:
-            advice = "perhaps for lack of memory; --workers 1 needs less"
-            if process.uses_main(c.to_flat() for c in todo.values()):
-                advice = (
-                    "own code of __main__ is loaded by running your script again: start the comparison below "
-                    '`if __name__ == "__main__":`, or move that code to a module'
-                )
+            again = "own code of __main__ is loaded by running your script again: start the comparison below "
+            again += '`if __name__ == "__main__":`, or move that code to a module'
+            own = process.uses_main(c.to_flat() for c in todo.values())
+            advice = again if own else "perhaps for lack of memory; --workers 1 needs less"
             progress.line(f"a worker process died ({e}), {advice}", must=True)
             return {name: "the process ended" for name in todo if name not in progress.ended}
     return {progress.names[run.out]: run.error for run in ended if run.error}
@@ -541,24 +518,17 @@ def run(
         }  # fmt: skip
         notes = [*notes, *shared.lines[: int(shared.ok)]]
         tables.write(out, tabled, again, first, target, alerts, notes, command_of(options, values))
-    others = sorted(
-        str(p.parent.relative_to(out / "runs"))
-        for depth in (1, 2)
-        for p in (out / "runs").glob("*/" * depth + "config.toml")
-        if p.parent not in {j.out for j in jobs}
-    )
-    if others:
+    found = {p.parent for depth in (1, 2) for p in (out / "runs").glob("*/" * depth + "config.toml")}
+    if others := sorted(str(p.relative_to(out / "runs")) for p in found - {j.out for j in jobs}):
         echo(f"not in these tables, but in {out / 'runs'}: {', '.join(others)}", err=True)
     _report(out, finished)
-    if failed:
-        lasting = {job.name: job.result.failure for job in jobs if job.name in failed and job.result.repeats}
-        for name, why in lasting.items():
-            echo(f"{name} failed: {why}", err=True, must=True)
-        if lasting:
-            echo("the same command again would fail in the same way", err=True, must=True)
-        if others := [name for name in failed if name not in lasting]:
-            text = f"failed: {', '.join(others)} (the same command continues when the cause above is gone)"
-            echo(text, err=True, must=True)
+    lasting = {job.name: job.result.failure for job in jobs if job.name in failed and job.result.repeats}
+    told = [f"{name} failed: {why}" for name, why in lasting.items()]
+    told += ["the same command again would fail in the same way"] if lasting else []
+    if passing := [name for name in failed if name not in lasting]:
+        told.append(f"failed: {', '.join(passing)} (the same command continues when the cause above is gone)")
+    for line in told:
+        echo(line, err=True, must=True)
     if tabled:
         echo(answers.screen(Comparison(out, ())))
     if failed:
@@ -570,10 +540,9 @@ def run(
 def command_of(options: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     """Return the command that makes a comparison with these options and run-config values."""
     given = [(f"--{name}", str(value)) for name, value in options.items() if value not in (None, "")]
-    keys = [
-        ("--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}") for key, value in values.items()
-    ]
-    return shlex.join(["fedapp", "compare", *(word for pair in (*given, *keys) for word in pair)])
+    texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
+    given += [("--set", f"{key}={text}") for key, text in texts.items()]
+    return shlex.join(["fedapp", "compare", *(word for pair in given for word in pair)])
 
 
 def with_standalone(

@@ -10,7 +10,7 @@ import math
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -45,17 +45,32 @@ class Answer:
     Attributes
     ----------
     table : its rows of results.csv, those of failed runs too.   again : its rows of again.csv.
-    tests : measure -> method -> row of significance.csv.   reference : label.
+    differences : its rows of significance.csv.
     """
 
     table: pd.DataFrame
     again: pd.DataFrame
-    tests: dict[str, dict[str, dict[str, Any]]]
-    reference: str
-    finished: pd.DataFrame = field(init=False)
+    differences: pd.DataFrame
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "finished", self.table[self.table["failed"] == ""])
+    @cached_property
+    def finished(self) -> pd.DataFrame:
+        """The rows of runs that have finished."""
+        return self.table[self.table["failed"] == ""]
+
+    @cached_property
+    def tests(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """By measure and method the row of significance.csv; below three seeds it has no word."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for row in self.differences.to_dict("records"):
+            by = found.setdefault(row["measure"], {})
+            by[row["variant"]] = {**row, "word": row["word"] if row["seeds"] > 2 else ""}
+        return found
+
+    @cached_property
+    def reference(self) -> str:
+        """Label of the method that the others are compared with."""
+        known = self.differences["reference"] if len(self.differences) else ()
+        return str(next(iter([*known, *filter(None, [self.alone]), *self.table["variant"]])))
 
     @cached_property
     def alone(self) -> str:
@@ -253,26 +268,15 @@ def answers_of(comparison: Comparison) -> list[Answer]:
     whole = needed <= {*table} or ("failed" in table and table["failed"].notna().all())
     if not whole or table.empty:
         raise BadRequest(f"{comparison.out} holds no comparison of this version (results.csv of fedapp compare)")
-    table = with_reasons(table).reindex(columns=dict.fromkeys([*table, *sorted(needed)]))
+    table = table.assign(failed=table["failed"].astype(object).where(table["failed"].notna(), ""))
+    table = table.reindex(columns=dict.fromkeys([*table, *sorted(needed)]))
     if (table["failed"] == "").any() and table["headline_last"].isna().all():
         raise BadRequest(f"{comparison.out} holds no score: no client has test rows")
-    found = []
-    for key, part in table.groupby(SETTING, dropna=False, sort=False):
-        by: dict[str, dict[str, dict[str, Any]]] = {}
-        for row in rows_of(tests, key).to_dict("records"):
-            by.setdefault(row["measure"], {})[row["variant"]] = {**row, "word": row["word"] if row["seeds"] > 2 else ""}
-        known = [row["reference"] for rows in by.values() for row in rows.values()]
-        local = part.loc[part["method"] == "local", "variant"]
-        found.append(Answer(part, rows_of(again, key), by, str(next(iter([*known, *local, *part["variant"]])))))
-    return found
+    settings = table.groupby(SETTING, dropna=False, sort=False)
+    return [Answer(part, _rows(again, key), _rows(tests, key)) for key, part in settings]
 
 
-def with_reasons(table: pd.DataFrame) -> pd.DataFrame:
-    """Return results.csv with an empty text as reason where a run has not failed."""
-    return table.assign(failed=table["failed"].astype(object).where(table["failed"].notna(), ""))
-
-
-def rows_of(table: pd.DataFrame, key: Sequence[Any]) -> pd.DataFrame:
+def _rows(table: pd.DataFrame, key: Sequence[Any]) -> pd.DataFrame:
     """Return the rows of a setting, of one of a comparison's tables."""
     for column, value in zip(SETTING, key):
         if column in table:

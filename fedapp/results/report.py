@@ -25,13 +25,11 @@ from fedapp.registry import method_title, title_of
 from fedapp.results import figures, intervals
 from fedapp.results.answers import (
     AGAIN_TITLE,
-    SETTING,
     Answer,
     alerts_of,
     cells_of,
     heads_of,
     row_of,
-    rows_of,
     setting_title,
 )
 from fedapp.results.directory import write_text
@@ -39,7 +37,6 @@ from fedapp.results.figures import Gallery, Progress
 from fedapp.results.page import MOST_ROWS, Cell, Table, meaning, place, render, share
 from fedapp.results.runs import PROTOCOL_TEXT, TUNED_PAIRS, Comparison, RunResult, read, read_table, varying
 from fedapp.results.statistics import DASH, duration, mean_and_std, number, percent, size, traffic
-from fedapp.results.tables import meaning as tabled_meaning
 from fedapp.results.tables import tables_of
 from fedapp.results.terminal import Screen
 from fedapp.settings.evaluation import PROTOCOLS
@@ -116,8 +113,8 @@ def of_run(run: RunResult, gallery: Gallery) -> str:
         comparison=next(
             (
                 up * "../" + PAGE
-                for up, folder in enumerate(run.out.parents, 1)
-                if up < 5 and (folder / "results.csv").is_file() and (folder / PAGE).is_file()
+                for up, folder in enumerate(run.out.parents[:4], 1)
+                if all((folder / name).is_file() for name in ("results.csv", PAGE))
             ),
             "",
         ),
@@ -139,19 +136,15 @@ def of_run(run: RunResult, gallery: Gallery) -> str:
 
 
 def _scores(run: RunResult, protocols: Sequence[str]) -> Table:
+    heads = {"last": "all clients", "last_std": "std over clients", "pooled": "pooled", "balanced": "balanced"}
+    for key, name in {"validation": "validation", "participants": "last round's clients"}.items():
+        heads |= {key: name} if any(not math.isnan(run.score(p, key)) for p in protocols) else {}
     pooled = run.summary.get("pooled") or {}
-    named = {"validation": "validation", "participants": "last round's clients"}
-    more = {key: name for key, name in named.items() if any(not math.isnan(run.score(p, key)) for p in protocols)}
     rows = [
-        [
-            meaning([p], [run]), share(run.score(p)), share(run.score(p, "last_std")), share(pooled.get(p)),
-            share(run.score(p, "balanced")),
-            *(share(run.score(p, key)) for key in more),
-        ]
+        [meaning([p], [run]), *(share(pooled.get(p) if key == "pooled" else run.score(p, key)) for key in heads)]
         for p in protocols
-    ]  # fmt: skip
-    head = ["accuracy in %", "all clients", "std over clients", "pooled", "balanced"]
-    return Table([*head, *more.values()], rows)
+    ]
+    return Table(["accuracy in %", *heads.values()], rows)
 
 
 def _metrics(run: RunResult) -> Table:
@@ -207,30 +200,28 @@ def _rounds_table(run: RunResult) -> Table:
 
 
 def _traffic(run: RunResult) -> Table:
-    summary, rounds = run.summary, run.rounds
-    moved: dict[str, float] = {}
-    if summary.get("bytes_up") is not None:
-        moved["arrays that a client sends in a round"] = summary["bytes_up"]
-        moved["arrays that a client receives in a round"] = summary.get("bytes_down") or 0
-    for key, value in summary.items():
-        if key.startswith("bytes_up_query"):
-            moved[f"answer of a client to {key.removeprefix('bytes_up_')}"] = value
-    if "bytes_up" in rounds and len(rounds):
-        moved["all clients and rounds, both ways"] = traffic(rounds)[-1]
-    return Table(["traffic", "bytes", "about"], [[k, Cell(f"{n:,.0f}"), Cell(size(n))] for k, n in moved.items()])
+    queries = {key.removeprefix("bytes_up_"): n for key, n in run.summary.items() if key.startswith("bytes_up_query")}
+    moved = {
+        "arrays that a client sends in a round": run.summary.get("bytes_up"),
+        "arrays that a client receives in a round": run.summary.get("bytes_down"),
+        **{f"answer of a client to {query}": n for query, n in queries.items()},
+        "all clients and rounds, both ways": traffic(run.rounds)[-1]
+        if len(run.rounds) and "bytes_up" in run.rounds
+        else None,
+    }
+    rows = [[k, Cell(f"{n:,.0f}"), Cell(size(n))] for k, n in moved.items() if n is not None]
+    return Table(["traffic", "bytes", "about"], rows)
 
 
 def _times(run: RunResult) -> Table:
     seconds, training = (run.rounds.get(c, pd.Series(dtype=float)) for c in ("round_seconds", "train_seconds"))
-    times: dict[str, Any] = {}
-    if len(seconds):
-        times["a round, median"] = seconds.median()
-        times["first round"] = seconds.iloc[0]
-    if len(training):
-        times["local training of a client in a round, mean"] = training.mean()
-    if run.summary.get("seconds") is not None:
-        times["whole run"] = run.summary["seconds"]
-    return Table(["time", "wall clock"], [[k, Cell(duration(t))] for k, t in times.items()])
+    times = {
+        "a round, median": seconds.median(),
+        "first round": next(iter(seconds), None),
+        "local training of a client in a round, mean": training.mean(),
+        "whole run": run.summary.get("seconds"),
+    }
+    return Table(["time", "wall clock"], [[k, Cell(text)] for k, t in times.items() if (text := duration(t)) != DASH])
 
 
 KNOWN = {
@@ -273,13 +264,13 @@ def _dropped(run: RunResult) -> Table:
 
 def _configuration(run: RunResult) -> tuple[Table, Table]:
     """Return the keys that differ from their defaults, and those that do not."""
-    own, usual = [], []
-    for key, value in run.flat.items():
-        default = configuration.DEFAULTS.get(key)
-        if default is not None and value == default:
-            usual.append([key, _setting(value)])
-        else:
-            own.append([key, _setting(value), DASH if default is None else _setting(default)])
+    defaults = {key: configuration.DEFAULTS.get(key) for key in run.flat}
+    rows = [
+        [key, _setting(value), DASH if defaults[key] is None else _setting(defaults[key])]
+        for key, value in run.flat.items()
+    ]
+    usual = [row[:2] for row in rows if run.flat[row[0]] == defaults[row[0]]]
+    own = [row for row in rows if row[:2] not in usual]
     return Table(["key", "value", "default"], own), Table(["key", "value"], usual)
 
 
@@ -371,20 +362,11 @@ def _answered(comparison: Comparison, answer: Answer, several: bool) -> dict[str
 
 def _further_tables(comparison: Comparison, answer: Answer, order: Sequence[str]) -> Iterator[tuple[str, Table]]:
     """Yield name and table of what `fedapp show --all` prints of a setting."""
-    runs = [r for r in comparison.finished if answer.tells_of(r)]
-    tests = rows_of(comparison.significance, answer.table.iloc[0][SETTING])
-    again = answer.again.assign(variant=AGAIN_TITLE)
-    metrics = list(dict.fromkeys(name for r in runs for name in r.metrics))
-    for at, (title, part, columns) in enumerate(
-        tables_of(answer.finished, tests, again, tabled_meaning(runs), metrics)
-    ):
-        by = dict(tuple(part.groupby("variant")))
-        rows = [
-            [title_of(v), *(Cell(cell(by[v])) for cell in columns.values())] for v in [*order, AGAIN_TITLE] if v in by
-        ]
+    for at, (title, cells) in enumerate(tables_of(answer, [r for r in comparison.finished if answer.tells_of(r)])):
+        rows = [[title_of(v), *map(Cell, cells.loc[v])] for v in [*order, AGAIN_TITLE] if v in cells.index]
         name = title.partition(",")[0].partition("(")[0].strip() if at else "Scores"
-        pairs = f" {TUNED_PAIRS}" if "tuned" in columns and title.startswith("Difference") else ""
-        yield name, Table(["method", *columns], rows, title.replace("\n", " ") + pairs)
+        pairs = f" {TUNED_PAIRS}" if "tuned" in cells and title.startswith("Difference") else ""
+        yield name, Table(["method", *cells], rows, title.replace("\n", " ") + pairs)
 
 
 def _bibtex(comparison: Comparison, version: str) -> str:
