@@ -271,19 +271,10 @@ def compare(
         from fedapp.experiments import compare as comparing  # slow to load: what is refused above is refused at once
 
         code = comparing.run(
-            values,
-            methods or comparing.DEFAULT_METHODS,
-            seeds,
-            out,
-            engine,
-            datasets=lists["dataset"],
-            partitions=lists["partition"],
-            sweep=sweep,
-            points=grid,
-            reference=reference,
-            target=target,
+            values, methods or comparing.DEFAULT_METHODS, seeds, out, engine, datasets=lists["dataset"],
+            partitions=lists["partition"], sweep=sweep, points=grid, reference=reference, target=target,
             workers=workers,
-        )
+        )  # fmt: skip
     raise typer.Exit(code)
 
 
@@ -380,10 +371,11 @@ def predict(
         raise BadRequest("--client and --received go with --run: a model file holds one model")
     if run is not None and dataset:
         raise BadRequest("--dataset goes with --model: a run says itself what it was trained on")
+    loaded = model is None
     net = (
-        predicting.read_model(model, dataset, allow=allow)
-        if model is not None
-        else _loaded(run or Path(), client, received, allow)
+        _loaded(run or Path(), client, received, allow)
+        if loaded
+        else predicting.read_model(model, dataset, allow=allow)
     )
     found = predicting.run(net, files)
     if out is not None:
@@ -394,12 +386,10 @@ def predict(
     probabilities = found.filter(regex="^p_").to_numpy()
     order = (-probabilities).argsort(axis=1, kind="stable")[:, :top]
     heads = ["sample", *(f"{place}." for place in range(1, order.shape[1] + 1))]
-    best = [[(net.classes[i], float(p[i])) for i in row] for row, p in zip(order, probabilities, strict=True)]
-    cells = [[name, *(f"{c} {100 * p:.1f} %" for c, p in row)] for name, row in zip(found["sample"], best, strict=True)]
-    piped = [
-        [name, *(text for c, p in row for text in (c, f"{p:.4f}"))]
-        for name, row in zip(found["sample"], best, strict=True)
-    ]
+    cells, piped = [], []
+    for name, places, p in zip(found["sample"], order, probabilities, strict=True):
+        cells.append([name, *(f"{net.classes[i]} {100 * p[i]:.1f} %" for i in places)])
+        piped.append([name, *(text for i in places for text in (net.classes[i], f"{p[i]:.4f}"))])
     show(net.about, heads, cells, piped)
 
 

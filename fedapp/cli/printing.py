@@ -99,7 +99,6 @@ def kind(schema: Mapping[str, Any], code: Callable[[object], str] = str) -> str:
         "string": "text",
         "boolean": f"{code('true')}, {code('false')}",
         "integer": "whole number",
-        "number": "number",
         "null": "empty",
     }
     low, high = schema.get("minimum"), schema.get("maximum")
@@ -108,13 +107,9 @@ def kind(schema: Mapping[str, Any], code: Callable[[object], str] = str) -> str:
         low = low if above is None else above + 1
         high = high if below is None else below - 1
         above = below = None
-    limits = [
-        f"at least {number(low)}" if low is not None else "",
-        f"above {number(above)}" if above is not None else "",
-        f"at most {number(high)}" if high is not None else "",
-        f"below {number(below)}" if below is not None else "",
-    ]
-    return ", ".join(filter(None, [words[schema["type"]], " and ".join(filter(None, limits))]))
+    limits = {"at least": low, "above": above, "at most": high, "below": below}
+    limited = " and ".join(f"{word} {number(value)}" for word, value in limits.items() if value is not None)
+    return ", ".join(filter(None, [words[schema["type"]], limited]))
 
 
 def number(value: float) -> str:

@@ -106,13 +106,12 @@ def choose(jobs: Sequence[Job], out: Path) -> tuple[list[Job], list[str]]:
         found.setdefault(job.variant.label, []).append(job)
     rows, chosen, lines = [], [], []
     for (setting, family), members in families.items():
+        finished = {label for label, runs in members.items() if all(j.result.ok for j in runs)}
         scores = {
-            label: mean_and_std([validation_score(j.result) if j.result.ok else math.nan for j in runs])
-            if all(j.result.ok for j in runs)
-            else (math.nan, math.nan)
+            label: mean_and_std(validation_score(j.result) for j in runs if label in finished)
             for label, runs in members.items()
         }
-        best = max(scores, key=lambda label: -math.inf if math.isnan(scores[label][0]) else scores[label][0])
+        best = max(scores, key=lambda label: (math.isfinite(mean := scores[label][0]), mean))
         known = math.isfinite(scores[best][0])
         for label, (mean, std) in scores.items():
             rows.append({
@@ -124,7 +123,6 @@ def choose(jobs: Sequence[Job], out: Path) -> tuple[list[Job], list[str]]:
             chosen += [replace(j, variant=replace(j.variant, label=family)) for j in members[best]]
             lines.append(f"{where}: {best} of {len(members)}, {100 * scores[best][0]:.1f} % on validation images")
         else:
-            finished = any(all(j.result.ok for j in runs) for runs in members.values())
             why = "has a score on validation images" if finished else "has finished with all of its seeds"
             lines.append(f"{where}: nothing chosen, no point of the grid {why}")
     write_table(out / GRID, pd.DataFrame(rows))

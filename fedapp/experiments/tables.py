@@ -114,11 +114,11 @@ def results(
             goal = math.nan if goal is None else goal
             worst, decile = run.weakest(p)
             count, moved = reached(run.curve(p, everyone=True), goal)
+            told = ("last", "last_std", "best", "best_pooled", "participants", "validation")
             values = {
-                **{name: scores.get(name) for name in ("last", "last_std", "best", "best_pooled", "participants")},
-                "validation": scores.get("validation"),
-                "pooled": summary.get("pooled", {}).get(p), "balanced": scores.get("balanced"), "worst": worst,
-                "worst_decile": decile, "target": goal, "target_rounds": count, "target_bytes": moved,
+                **{name: scores.get(name) for name in told}, "pooled": summary.get("pooled", {}).get(p),
+                "balanced": scores.get("balanced"), "worst": worst, "worst_decile": decile, "target": goal,
+                "target_rounds": count, "target_bytes": moved,
             }  # fmt: skip
             row.update({f"{p}_{name}": value for name, value in values.items()})
             for name in metrics:
@@ -133,12 +133,10 @@ def results(
         row |= {"headline": run.headline, "headline_last": run.score(run.headline), **dict(zip(HARM, found))}
         row |= {"all_classes": run.score(run.headline, "balanced"), "majority": run.card.get("majority_mean")}
         calibration = summary.get("calibration") or {}
-        row.update({f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")})
-        row.update({k: summary[k] for k in ("bytes_up", "bytes_down", "dropped")})
-        row.update(
-            test_mean=(summary["test_sizes"] or {}).get("mean"), test_median=run.test_rows[run.test_rows > 0].median()
-        )
-        row.update(stopped=summary.get("stopped") or "")
+        row |= {f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")}
+        row |= {k: summary[k] for k in ("bytes_up", "bytes_down", "dropped")}
+        row["test_mean"] = (summary["test_sizes"] or {}).get("mean")
+        row |= {"test_median": run.test_rows[run.test_rows > 0].median(), "stopped": summary.get("stopped") or ""}
         if any(j.result.privacy for j in jobs):
             row |= {f"privacy_{k}": run.privacy.get(k) for k in ("unit", "epsilon", "delta")}
             row["privacy"] = privacy([run.privacy])
@@ -212,22 +210,22 @@ def _by_seed(members: Sequence[Job], reference: str, measure: str) -> tuple[dict
 
     Columns of final.csv are compared client by client.
     """
+
+    def scores_of(run: RunResult, measure: str) -> pd.Series:
+        whole = {
+            "headline": run.score(run.headline), f"headline_{BALANCED}": run.score(run.headline, BALANCED),
+            "headline_worst_tenth": run.weakest(run.headline)[1] if len(run.final) >= FEWEST_CLIENTS else math.nan,
+        }  # fmt: skip
+        columns = run.final.set_index("client")
+        return pd.Series([whole[measure]]) if measure in whole else columns.get(measure, pd.Series(dtype=float))
+
     scores: dict[str, dict[int, pd.Series]] = {}
     for job in members:
-        run = job.result
-        if measure == "headline":
-            found = pd.Series([run.score(run.headline)])
-        elif measure == f"headline_{BALANCED}":
-            found = pd.Series([run.score(run.headline, BALANCED)])
-        elif measure == "headline_worst_tenth":
-            found = pd.Series([run.weakest(run.headline)[1] if len(run.final) >= FEWEST_CLIENTS else math.nan])
-        else:
-            found = run.final.set_index("client").get(measure, pd.Series(dtype=float))
-        scores.setdefault(job.variant.label, {})[job.seed] = found
+        scores.setdefault(job.variant.label, {})[job.seed] = scores_of(job.result, measure)
     own = scores.pop(reference)
     if measure.startswith(TUNED) and not any(s.notna().any() for s in own.values()):
-        column = measure.replace(TUNED, "trained")
-        own = {j.seed: j.result.final.set_index("client")[column] for j in members if j.variant.label == reference}
+        trained = measure.replace(TUNED, "trained")
+        own = {j.seed: scores_of(j.result, trained) for j in members if j.variant.label == reference}
     differences = {
         label: measured((found - own[seed]).mean() for seed, found in by.items() if seed in own)
         for label, by in scores.items()

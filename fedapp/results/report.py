@@ -201,13 +201,12 @@ def _rounds_table(run: RunResult) -> Table:
 
 def _traffic(run: RunResult) -> Table:
     queries = {key.removeprefix("bytes_up_"): n for key, n in run.summary.items() if key.startswith("bytes_up_query")}
+    summed = traffic(run.rounds).tolist() if "bytes_up" in run.rounds else []
     moved = {
         "arrays that a client sends in a round": run.summary.get("bytes_up"),
         "arrays that a client receives in a round": run.summary.get("bytes_down"),
         **{f"answer of a client to {query}": n for query, n in queries.items()},
-        "all clients and rounds, both ways": traffic(run.rounds)[-1]
-        if len(run.rounds) and "bytes_up" in run.rounds
-        else None,
+        "all clients and rounds, both ways": summed[-1] if summed else None,
     }
     rows = [[k, Cell(f"{n:,.0f}"), Cell(size(n))] for k, n in moved.items() if n is not None]
     return Table(["traffic", "bytes", "about"], rows)

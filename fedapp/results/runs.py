@@ -385,11 +385,6 @@ class RunResult:
         """The score that the method is judged by; empty where none was measured."""
         return str((self.summary.get("headline") or {}).get("score", ""))
 
-    def headline_scores(self) -> pd.Series:
-        """Return the accuracies that the headline is the mean of, by client; empty where it is of one global model."""
-        column = f"{self.headline}_accuracy"
-        return self.final.set_index("client")[column] if column in self.final else pd.Series(dtype=float)
-
     def headline_counts(self) -> pd.DataFrame:
         """Return `correct` and `total` test rows of the headline by client; empty where it is of one global model."""
         columns = {f"{self.headline}_{name}": name for name in ("correct", "total")}

@@ -66,17 +66,12 @@ def check(text: str) -> None:
 
 def _class(name: str) -> type[Tracker]:
     """Import a tracker."""
-    found: type[Tracker]
-    if name in OWN:
-        found = plugins.imported(OWN[name][1], name)
-        return found
+    added = plugins.entries("trackers", OWN)
     if name in (problems := plugins.problems("trackers", OWN)):
         raise BadRequest(problems[name])
-    added = plugins.entries("trackers", OWN)
-    if name not in added:
-        known = (*OWN, *added)
+    if name not in (known := (*OWN, *added)):
         raise BadRequest(f"track: unknown tracker '{name}'{suggest_choice(name, known)}")
-    found = added[name].load()
+    found: type[Tracker] = plugins.imported(OWN[name][1], name) if name in OWN else added[name].load()
     return found
 
 
@@ -187,12 +182,12 @@ class Trackers:
     def _start(self, name: str, done: int) -> None:
         """Start a tracker, and give it the rounds up to `done` that it lacks."""
         known = self.state.setdefault(name, {"key": ""})
-        of = self.config
-        tags = {"method": of.federation.method, "dataset": of.data.dataset, "seed": str(of.federation.seed)}
+        flat = settings(self.config, self.out)
+        tags = {key: str(flat[key]) for key in ("method", "dataset", "seed")}
         tags |= {"folder": str(self.out), "fedapp": __version__}
-        facts = self.out, short_name(self.out), settings(of, self.out), tags
         last = int(known.setdefault("round", max(known.pop("steps", {}).values(), default=0)))  # `steps`: version 0.2
-        tracker = self.working[name] = _class(name)(Tracked(*facts, key=str(known["key"]), step=last))
+        about = Tracked(self.out, short_name(self.out), flat, tags, key=str(known["key"]), step=last)
+        tracker = self.working[name] = _class(name)(about)
         known["key"] = tracker.key
         if tracker.where:
             self.tell(f"{name}: {tracker.where}", "tracking")

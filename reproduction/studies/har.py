@@ -85,7 +85,7 @@ def differences(runs: Sequence[RunResult], alone: Mapping[int, RunResult]) -> tu
     pairs = [(r, alone[r.seed]) for r in runs if r.seed in alone]
     if not pairs or runs[0].alone:
         return DASH, DASH
-    gains = [a.headline_scores().mean() - b.headline_scores().mean() for a, b in pairs]
+    gains = [a.score(a.headline) - b.score(b.headline) for a, b in pairs]
     return gain(gains, max(r.resolution() for r in runs)), tally(
         [harm(a.headline_counts(), b.headline_counts()) for a, b in pairs]
     )

@@ -149,11 +149,8 @@ def recall(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
     lines = []
     for label, members in by_method(runs).items():
         points = []
-        for run in members:
-            matrices = run.confusions.get(run.headline)
-            if matrices is None or not run.counts.size:
-                continue
-            matrices = np.maximum(matrices, 0)  # a client without this score has -1
+        for run in (r for r in members if r.headline in r.confusions and r.counts.size):
+            matrices = np.maximum(run.confusions[run.headline], 0)  # a client without this score has -1
             held = run.counts[run.confusions["client"]]
             share = held / np.maximum(held.sum(axis=1, keepdims=True), 1)
             rows, right = matrices.sum(axis=2), np.diagonal(matrices, axis1=1, axis2=2)
@@ -183,14 +180,11 @@ def curves(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
         tables = []
         for run in members:
             if not run.alone and (run.seed, run.data_seed) in alone:
-                both = [
-                    t.drop_duplicates("completed", keep="last")
+                own, without = (
+                    t.drop_duplicates("completed", keep="last").set_index("completed")["accuracy"]
                     for t in (run.curve(run.headline), alone[run.seed, run.data_seed])
-                ]
-                table = both[0].merge(both[1], on="completed", suffixes=("", "_alone"))
-                tables.append(
-                    table.assign(gain=100 * (table["accuracy"] - table["accuracy_alone"]))[["completed", "gain"]]
                 )
+                tables.append((100 * (own - without)).dropna().rename("gain").reset_index())
         if tables and len(table := pd.concat(tables)):
             lines.append(mean_curve(label, table))
     if not lines:

@@ -47,33 +47,24 @@ def counted_clients(runs: Runs) -> str:
 def learning_curves(runs: Runs) -> Words:
     """Accuracy by round, one line per protocol; bands over clients (FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2)."""
     run = runs[0]
-    panels = {"accuracy": _protocol_curves(run, "accuracy")}
-    if not panels["accuracy"]:
+    titles = {"accuracy": "accuracy", "balanced": "balanced: mean recall over all classes"}
+    panels = {title: lines for what, title in titles.items() if (lines := _protocol_curves(run, what))}
+    if "accuracy" not in panels:
         raise unfinished(run, "no round was finished")
-    balanced = _protocol_curves(run, "balanced")
-    if balanced:
-        panels["balanced: mean recall over all classes"] = balanced
     ends = "; ".join(
         f"{c.label} from {percent(c.mean[0])} after {c.x[0]:.0f} rounds to {percent(c.mean[-1])} after {c.x[-1]:.0f}"
         for c in panels["accuracy"]
     )
-    guess = run.card.get("majority_mean")
     caption = f"By completed rounds. {counted_clients(runs)} Bands: one standard deviation over clients.{alone(runs)}"
-    if balanced:
+    if titles["balanced"] in panels:
         caption += " Balanced scores are on all clients' test images."
-    if guess is not None:
+    if run.card.get("majority_mean") is not None:
         caption += " Dotted: guessing each client's majority class."
-    return (
-        caption,
-        f"Line chart of accuracy by completed rounds: {ends}.",
-        plots.curves(
-            panels,
-            baseline=guessing([run]),
-            without="balanced: mean recall over all classes",
-            xlabel=COMPLETED,
-            band="one standard deviation over clients",
-        ),
-    )
+    figure = plots.curves(
+        panels, baseline=guessing([run]), without=titles["balanced"], xlabel=COMPLETED,
+        band="one standard deviation over clients",
+    )  # fmt: skip
+    return caption, f"Line chart of accuracy by completed rounds: {ends}.", figure
 
 
 def guessing(runs: Runs) -> tuple[str, float] | None:
@@ -153,13 +144,14 @@ def bands(runs: Runs) -> str:
 def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing]:
     """Accuracy by round, one line per method, one panel per protocol, bands over seeds; then balanced accuracy."""
     drawings = []
-    said = bands(runs)
-    for what, score, where, source in (
+    said, title = bands(runs), f": {name}" if name else ""
+    for what, heading, score, where, source in (
         (
-            "accuracy", "accuracy", "Received and trained are means over the clients' own test splits.",
-            "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2",
+            "accuracy", "Learning curves", "accuracy", "Received and trained are means over the clients' own test "
+            "splits.", "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2",
         ),
-        ("balanced", "balanced accuracy", "Mean recall over all classes on all clients' test images.", ""),
+        ("balanced", "Learning curves, balanced", "balanced accuracy",
+         "Mean recall over all classes on all clients' test images.", ""),
     ):  # fmt: skip
         panels: dict[str, list[Curve]] = {}
         for p in PROTOCOL_TEXT:
@@ -173,22 +165,19 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
             ends = "; ".join(
                 f"{p}: " + ", ".join(f"{c.label} {percent(c.mean[-1])}" for c in lines) for p, lines in panels.items()
             )
+            baseline = guessing(runs) if what == "accuracy" else None
             drawings.append(
                 Drawing(
-                    f"curves-{what}{suffix}",
-                    f"Learning curves{', balanced' if what == 'balanced' else ''}" + (f": {name}" if name else ""),
+                    f"curves-{what}{suffix}", heading + title,
                     f"Mean {score} by completed rounds{said}. {where} {counted_clients(runs)}{alone(runs)}",
                     f"Line charts of {what} by completed rounds. At the end: {ends}.",
                     plots.curves(
-                        panels,
-                        xlabel=COMPLETED,
-                        band=said.removeprefix("; bands: "),
-                        baseline=guessing(runs) if what == "accuracy" else None,
+                        panels, xlabel=COMPLETED, band=said.removeprefix("; bands: "), baseline=baseline,
                         without=named("global"),
                     ),
                     source,
                 )
-            )
+            )  # fmt: skip
     if not drawings:
         raise Unavailable("no round was finished")
     return drawings
@@ -236,27 +225,27 @@ def sweeps(runs: Runs, key: str) -> list[Drawing]:
             groups.setdefault(setting_text(rest), []).append(run)
     drawings: list[Drawing] = []
     for name, members in groups.items():
+        title = f"Accuracy against {what}" + (f": {name}" if name else "")
         panels = _sweep_lines(by_method(members), lambda r: float(r.flat[key]))
-        if panels:
-            said = "; ".join(
-                f"{p}, {c.label}: " + ", ".join(f"{percent(m)} at {v:g}" for v, m in zip(c.x, c.mean))
-                for p, lines in panels.items()
-                for c in lines
-            )
-            drawings.append(
-                Drawing(
-                    f"sweep-{key}" + (f"-{len(drawings)}" if drawings else ""),
-                    f"Accuracy against {what}" + (f": {name}" if name else ""),
-                    "After the last round, over all clients; error bars: one standard deviation over seeds."
-                    f"{alone(members)}",
-                    f"Line charts of accuracy against {key}. {said}.",
-                    plots.sweep(panels, axis, log=key == "alpha"),
-                    source,
-                )
-            )
+        number = f"-{len(drawings)}" if drawings else ""
+        drawings += _sweep(f"sweep-{key}{number}", title, axis, panels, alone(members), source, key == "alpha")
     if not drawings:
         raise Unavailable(f"no method was run with two values of {key} and all else equal")
     return drawings
+
+
+def _sweep(
+    name: str, title: str, axis: str, panels: Mapping[str, list[Curve]], note: str, source: str, log: bool
+) -> list[Drawing]:
+    """Draw last accuracy against what `axis` names; nothing without curves."""
+    said = "; ".join(
+        f"{p}, {c.label}: " + ", ".join(f"{percent(m)} at {v:g}" for v, m in zip(c.x, c.mean))
+        for p, lines in panels.items()
+        for c in lines
+    )
+    caption = f"After the last round, over all clients; error bars: one standard deviation over seeds.{note}"
+    alt = f"Line charts of accuracy against {axis}. {said}."
+    return [Drawing(name, title, caption, alt, plots.sweep(panels, axis, log=log), source)] if panels else []
 
 
 def hyperparameters(runs: Runs) -> list[Drawing]:
@@ -284,31 +273,16 @@ def hyperparameter(method: str, name: str, runs: Runs, where: str, suffix: str) 
     log = min(given) > 0 and max(given) / min(given) >= 20
     source = "cwFedAvg, Fig. 5" if (method, name) == ("cwfedavg", "lam") else ""
     title = f"{method_title(method)}: {name}" + (f", {where}" if where else "")
-    drawings = []
-    if panels:
-        said = "; ".join(f"{p} {percent(lines[0].mean.max())} at best" for p, lines in panels.items())
-        drawings.append(
-            Drawing(
-                f"sweep-{method}-{name}{suffix}",
-                title,
-                f"Accuracy after the last round against the hyperparameter {name}; error bars: one standard deviation "
-                "over seeds.",
-                f"Line chart of accuracy against {name}: {said}.",
-                plots.sweep(panels, name, log=log),
-                source,
-            )
-        )
+    drawings = _sweep(f"sweep-{method}-{name}{suffix}", title, name, panels, "", source, log)
     for distance in _against(method_title(method), [(v, last_wdr(r)) for v, r in zip(given, runs)]):
         drawings.append(
             Drawing(
-                f"sweep-{method}-{name}-distance{suffix}",
-                f"{title}, distance R",
+                f"sweep-{method}-{name}-distance{suffix}", f"{title}, distance R",
                 "Mean over clients of R = ||p - p~|| after the last local training.",
                 f"Line chart of R against {name}, from {distance.mean[0]:.3f} to {distance.mean[-1]:.3f}.",
-                plots.sweep({"": [distance]}, name, log=log, ylabel="R", percent=False),
-                source,
+                plots.sweep({"": [distance]}, name, log=log, ylabel="R", percent=False), source,
             )
-        )
+        )  # fmt: skip
     return drawings
 
 
