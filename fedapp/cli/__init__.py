@@ -371,12 +371,10 @@ def predict(
         raise BadRequest("--client and --received go with --run: a model file holds one model")
     if run is not None and dataset:
         raise BadRequest("--dataset goes with --model: a run says itself what it was trained on")
-    loaded = model is None
-    net = (
-        _loaded(run or Path(), client, received, allow)
-        if loaded
-        else predicting.read_model(model, dataset, allow=allow)
-    )
+    if model is not None:
+        net = predicting.read_model(model, dataset, allow=allow)
+    else:
+        net = _loaded(run or Path(), client, received, allow)
     found = predicting.run(net, files)
     if out is not None:
         try:

@@ -95,12 +95,8 @@ def kind(schema: Mapping[str, Any], code: Callable[[object], str] = str) -> str:
         return code(schema["const"])
     if "enum" in schema:
         return ", ".join(map(code, schema["enum"]))
-    words = {
-        "string": "text",
-        "boolean": f"{code('true')}, {code('false')}",
-        "integer": "whole number",
-        "null": "empty",
-    }
+    words = {"string": "text", "integer": "whole number", "number": "number", "null": "empty"}
+    words["boolean"] = f"{code('true')}, {code('false')}"
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     if schema["type"] == "integer":  # below 2**31 is at most 2**31 - 1
