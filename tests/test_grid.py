@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
-from fedapp import config
+from fedapp import cli, config
 from fedapp.config import DEFAULTS
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare, grid
 from fedapp.experiments.jobs import Job
+from fedapp.results import answers
 from fedapp.results.runs import read_comparison
 
 BASE: dict[str, Any] = {
@@ -86,7 +89,7 @@ def test_validation_images_choose_and_test_images_do_not(tmp_path: Path) -> None
     for job in jobs:
         value = next(v for k, v in scores.items() if k in job.variant.label)[job.seed]
         finish(job, value if job.variant.method == "local" else 1 - value, test=1 - value)
-    chosen, lines = grid.choose(jobs, tmp_path)
+    chosen, lines = grid.choose(jobs, jobs, tmp_path, "--grid")
     assert [(j.variant.label, j.seed) for j in chosen] == [("local", 0), ("local", 1), ("fedprox", 0), ("fedprox", 1)]
     assert [dict(j.variant.settings)["lr"] for j in chosen] == [0.2, 0.2, 0.1, 0.1]
     assert chosen[0].out.name == "local-lr=0.2-s0"
@@ -101,7 +104,7 @@ def test_a_point_that_failed_is_not_chosen_and_the_first_of_equals_is(tmp_path: 
     jobs = plan("local,fedavg", tmp_path, "lr=0.1,0.2,0.3")
     for job, (value, ok) in zip(jobs, [(0.9, False), (0.6, True), (0.6, True), *[(math.nan, True)] * 3]):
         finish(job, value, ok=ok)
-    chosen, lines = grid.choose(jobs, tmp_path)
+    chosen, lines = grid.choose(jobs, jobs, tmp_path, "--grid")
     assert [j.out.name for j in chosen] == ["local-lr=0.2-s0"]
     assert "fedavg: nothing chosen, no point of the grid has a score on validation images" in lines
 
@@ -110,7 +113,7 @@ def test_points_of_which_a_seed_is_missing_are_told_from_points_without_a_score(
     jobs = plan("local", tmp_path, "lr=0.1,0.2", seeds=2)
     for job in jobs:
         finish(job, 0.5, ok=job.seed == 0)
-    chosen, lines = grid.choose(jobs, tmp_path)
+    chosen, lines = grid.choose(jobs, jobs, tmp_path, "--grid")
     assert not chosen and "local: nothing chosen, no point of the grid has finished with all of its seeds" in lines
 
 
@@ -154,7 +157,7 @@ def test_a_comparison_that_is_read_again_holds_the_chosen_runs_alone(tmp_path: P
     for job in jobs:
         best = 0.1 if job.config.federation.fraction_train < 1 else 0.2
         finish(job, 0.8 if dict(job.variant.settings)["lr"] == best else 0.7)
-    chosen, _ = grid.choose(jobs, tmp_path)
+    chosen, _ = grid.choose(jobs, jobs, tmp_path, "--grid")
     runs = read_comparison(tmp_path).runs
     assert sorted(r.out for r in runs) == sorted(j.out for j in chosen)
     assert {(r.label, r.setting["fraction-train"], r.flat["lr"]) for r in runs} == {
@@ -194,3 +197,58 @@ def test_a_search_from_end_to_end(tmp_path: Path) -> None:
     for run in read_comparison(tmp_path / "out").runs:
         assert run.flat["lr"] == 0.1
         assert run.score("trained", "validation") == pytest.approx(run.final["trained_validation"].mean())
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--tune", "lr=0.1,1"], "--tune chooses on validation rows: add --on validation"),
+        (["--tune", "lr=0.1,1", "--on", "test"], "not on test rows"),
+        (["--on", "validation"], "goes with --tune"),
+        (["--tune", "mu=1,2", "--on", "validation"], "takes keys that all methods have, and mu is none"),
+        (["--tune", "local_epochs=1,2", "--on", "validation"], "did you mean 'local-epochs'?"),
+        (["--tune", "lr", "--on", "validation"], "--tune: 'lr' is not NAME=VALUE,VALUE"),
+        (["--tune", "lr=0.1,1", "--on", "validation", "--grid", "lr=1"], "--tune and --grid are two searches"),
+        (["--tune", "lr=0.1,1", "--on", "validation", "--set", "validation=0"], "--tune chooses on validation images"),
+        (["--tune", "lr=0.1,1", "--on", "validation", "--methods", "local(lr=1)"], "--tune: local(lr=1) has a value"),
+    ],
+)
+def test_a_search_for_all_methods_that_makes_no_sense_is_refused_in_one_line(
+    args: list[str], says: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(
+        cli.app, ["compare", "--methods", "local,fedprox", "--out", str(tmp_path / "out"), *args]
+    )
+    assert isinstance(result.exception, BadRequest) and says in str(result.exception), result.exception
+    assert "\n" not in str(result.exception) and not (tmp_path / "out").exists()
+
+
+def test_the_common_search_sets_the_key_of_a_method_that_has_a_hyperparameter_of_the_same_name() -> None:
+    own, plain = compare.expand(compare.parse_variants("ccvr,fedavg"), "lr=0.5", compare.TUNE)
+    assert dict(own.settings) == dict(plain.settings) == {"lr": 0.5} and not own.args
+
+
+@pytest.mark.full
+def test_all_methods_get_the_same_search_with_the_first_seed_and_its_choice_runs_with_all_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that diverges is a result of the search; the same command again begins none that has finished."""
+    out, values = tmp_path / "out", {**BASE, "num-server-rounds": 1, "local-epochs": 3}
+    search = {"tune": "lr=0.000001,0.1,1e30", "workers": 1}
+    assert compare.run(values, "local,fedavg", 2, out, **search) == 0
+    ran = sorted(p.name for p in (out / "runs").iterdir() if p.is_dir())
+    tried = [f"{method}-lr={lr}-s0" for method in ("fedavg", "local") for lr in ("0.000001", "0.1", "1e30")]
+    assert ran == sorted([*tried, "fedavg-lr=0.1-s1", "local-lr=0.1-s1"])
+    rows = pd.read_csv(out / "results.csv")
+    assert list(zip(rows["variant"], rows["seed"])) == [("local", 0), ("local", 1), ("fedavg", 0), ("fedavg", 1)]
+    comparison = read_comparison(out)
+    assert {(run.flat["lr"], run.flat["validation"]) for run in comparison.runs} == {(0.1, 0.1)}
+    told = "Chosen from 0.000001, 0.1, 1e30 on validation rows of seed 0, lr: 0.1 for all."
+    assert comparison.notes["alerts"][0] == told
+    assert told in html.unescape((out / "report.html").read_text()).partition("<caption>")[2]
+    assert f"! {told}" in " ".join(answers.screen(comparison, everything=True).split())
+    assert " --tune lr=0.000001,0.1,1e30 --on validation " in comparison.notes["command"][0]
+    begun: list[str] = []
+    monkeypatch.setattr(compare, "run_here", lambda todo, _: begun.extend(todo) or {})
+    assert compare.run({**values, "validation": 0.1}, "local,fedavg", 2, out, **search) == 0
+    assert begun == ["local(lr=1e30) s0", "fedavg(lr=1e30) s0"], "those that diverged: code may have been mended"

@@ -216,6 +216,14 @@ def compare(
             '(with --set validation=0.1): "lr=0.01,0.1;fedprox.mu=0.1,1"'
         ),
     ] = "",
+    tune: Annotated[
+        str,
+        typer.Option(
+            help="search common keys, the same values for every method, with the first seed; the chosen values run "
+            'with all seeds: "lr=0.01,0.03,0.1"'
+        ),
+    ] = "",
+    on: Annotated[str, typer.Option(help="rows on which --tune chooses: validation")] = "",
     clients: Annotated[int | None, typer.Option(help="number of clients (default 10)", min=1)] = None,
     rounds: Annotated[int | None, typer.Option(help="total number of rounds", min=1)] = None,
     seed: Annotated[int | None, typer.Option(help="first seed", min=0)] = None,
@@ -254,6 +262,10 @@ def compare(
         "dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed,
         "track": ",".join(track) if track else None,
     }  # fmt: skip
+    if on and not tune:
+        raise BadRequest(f"--on {on} goes with --tune: add --tune lr=0.01,0.03,0.1, or leave out --on")
+    if tune and on != "validation":
+        raise BadRequest(f"--tune chooses on validation rows{f', not on {on} rows' if on else ''}: add --on validation")
     values = collect(options, sets, recipe.settings if recipe else None, scale)
     given = set(collect(options, sets))
     lists = {"dataset": names(datasets), "partition": names(partitions)}
@@ -272,7 +284,7 @@ def compare(
 
         code = comparing.run(
             values, methods or comparing.DEFAULT_METHODS, seeds, out, engine, datasets=lists["dataset"],
-            partitions=lists["partition"], sweep=sweep, points=grid, reference=reference, target=target,
+            partitions=lists["partition"], sweep=sweep, points=grid, tune=tune, reference=reference, target=target,
             workers=workers,
         )  # fmt: skip
     raise typer.Exit(code)

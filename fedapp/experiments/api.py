@@ -26,6 +26,7 @@ def compare(
     partitions: str | Sequence[str] = (),
     sweep: str = "",
     points: str = "",
+    tune: str = "",
     reference: str | None = None,
     target: float | None = None,
     engine: Literal["local", "ray"] = "local",
@@ -41,7 +42,7 @@ def compare(
     seeds, reference, target, engine, workers, quiet : as for `fedapp compare`.
     out : folder of the comparison; an existing one is continued.
     datasets, partitions : several, as a list or as text with commas.
-    sweep, points : as `--sweep` and `--grid` of `fedapp compare`.
+    sweep, points, tune : as `--sweep`, `--grid` and `--tune` of `fedapp compare`.
     settings : run-config keys with underscores, as for `fedapp.run`.
 
     Returns
@@ -66,6 +67,7 @@ def compare(
         ("seeds", seeds, int, "a whole number"),
         ("sweep", sweep, str, "text"),
         ("points", points, str, "text"),
+        ("tune", tune, str, "text"),
         ("reference", reference, (str, type(None)), "text"),
         ("target", target, (int, float, type(None)), "a number"),
         ("engine", engine, str, "text"),
@@ -81,7 +83,7 @@ def compare(
     with terminal.quiet(quiet), removed_if_empty(folder) if own is None else nullcontext():
         code = comparing.run(
             values, chosen, seeds, folder, engine, datasets=data, partitions=ways, sweep=sweep, points=points,
-            reference=reference, target=target, workers=workers,
+            tune=tune, reference=reference, target=target, workers=workers,
         )  # fmt: skip
     if code:
         raise RuntimeError(f"the comparison in {folder} is not complete: the lines above say why")

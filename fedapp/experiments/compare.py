@@ -58,7 +58,11 @@ from fedapp.tasks import simulated as tasks
 SWEPT = ("clients", "fraction-train", "num-server-rounds", "split")
 """Run-config keys that `--sweep` takes: the runs of a value are a setting of their own."""
 DEFAULT_METHODS = "local,lgfedavg,fedclassavg"
+TUNE = "--tune"
+"""The option of the search that is the same for all methods."""
 DEFAULT_SEEDS = 3
+VALIDATION = 0.1
+"""Share of the training rows on which `--tune` chooses, where the run-config names none."""
 FEWEST_SEEDS = 3
 """Seeds from which on Standalone runs a second time."""
 
@@ -97,35 +101,44 @@ def _variant(option: str, method: str, inside: Sequence[str], family: str = "") 
     return Variant(label, method, tuple(args.items()), tuple(settings.items()), family)
 
 
-def expand(variants: Sequence[Variant], text: str) -> list[Variant]:
+def expand(variants: Sequence[Variant], text: str, option: str = "--grid") -> list[Variant]:
     """Put every point of a grid in the place of each variant.
 
     A name of the grid is a hyperparameter or one of :data:`OWN_SETTINGS`, as in the brackets of `--methods`; it counts
     for the methods that have it, and `METHOD.name` for one method alone.
 
+    Parameters
+    ----------
+    option : `--grid`, or `--tune`, whose names are keys of :data:`OWN_SETTINGS` alone: all methods have them.
+
     Raises
     ------
     BadRequest : a grid that cannot be read, a name that no variant has, or a value that a variant already has.
     """
-    axes, used, found = grid.parse(text, "--grid"), set(), []
+    axes, used, found = grid.parse(text, option), set(), []
+    if option == TUNE and (others := [name for name in axes if name not in OWN_SETTINGS]):
+        near = suggest_choice(others[0], OWN_SETTINGS)
+        raise BadRequest(f"{option} takes keys that all methods have, and {others[0]} is none{near}")
     for variant in variants:
         fields = registry.get(variant.method).hparams.model_fields
         inside = variant.label[len(variant.method) :].strip("()").split()
         mine: dict[str, list[str]] = {}
         for name, values in axes.items():
             own = name.removeprefix(f"{variant.method}.")
+            if option == TUNE and own.replace("-", "_") in fields:
+                own = f"config.{own}"
             key = own.removeprefix("config.").replace("_", "-")
             based = own.startswith("base.") and "base_args" in fields
             if based or own.replace("-", "_") in fields or key in OWN_SETTINGS:
                 mine[own] = values
                 used.add(name)
         for point in grid.points(mine):
-            args, settings = configuration.told_apart("--grid", variant.method, point)
+            args, settings = configuration.told_apart(option, variant.method, point)
             if twice := {*args, *settings} & {*dict(variant.args), *dict(variant.settings)}:
-                raise BadRequest(f"--grid: {variant.label} has a value of its own for {', '.join(sorted(twice))}")
-            found.append(_variant("--grid", variant.method, [*inside, *point], variant.label))
+                raise BadRequest(f"{option}: {variant.label} has a value of its own for {', '.join(sorted(twice))}")
+            found.append(_variant(option, variant.method, [*inside, *point], variant.label))
     if unused := [name for name in axes if name not in used]:
-        raise BadRequest(f"--grid: none of {', '.join(v.label for v in variants)} has {', '.join(unused)}")
+        raise BadRequest(f"{option}: none of {', '.join(v.label for v in variants)} has {', '.join(unused)}")
     return found
 
 
@@ -454,6 +467,7 @@ def run(
     partitions: Sequence[str] = (),
     sweep: str = "",
     points: str = "",
+    tune: str = "",
     reference: str | None = None,
     target: float | None = None,
     workers: int | None = None,
@@ -465,8 +479,9 @@ def run(
     values : flat run-config that all runs share.   methods : see :func:`parse_variants`.
     seeds : number of seeds, from the values' seed on.
     out : folder of the comparison, default a new `./runs/compare-<time>`.
-    datasets, partitions : none = those of the values.   sweep : see :func:`settings_of`.   points : see :func:`expand`;
-        the tables hold the point of each method that `grid.choose` chose.
+    datasets, partitions : none = those of the values.   sweep : see :func:`settings_of`.
+    points, tune : see :func:`expand`; the tables hold the point of each method that `grid.choose` chose. With `tune`
+        the points run with the first seed alone, and the chosen ones with all seeds.
     reference : label of the method to compare with; default Standalone, which is added where it is absent.
     target : accuracy in (0, 1) whose rounds and bytes are counted; None = what the reference ends at.
     workers : processes at a time on the local engine.
@@ -489,13 +504,18 @@ def run(
         raise BadRequest(f"--target {target:g}: a share between 0 and 1, such as 0.9")
     if workers is not None and (workers < 1 or engine != "local"):
         raise BadRequest("--workers: at least 1, with --engine local")
-    if points:
-        variants = expand(variants, points)
+    if points and tune:
+        raise BadRequest("--tune and --grid are two searches: give one of them")
+    searched, option = (tune, TUNE) if tune else (points, "--grid")
+    if tune:
+        values = {"validation": VALIDATION, **values}
+    if searched:
+        variants = expand(variants, searched, option)
     folder = new_folder(Path("runs"), "compare") if out is None else absolute(out)
     with removed_if_empty(folder) if out is None else contextlib.nullcontext():
         jobs = jobs_of(values, variants, settings, seeds, folder)
         process.check_main([job.config.to_flat() for job in jobs], on_ray=engine == "ray")
-        choice = grid.beforehand(jobs) if points else []
+        choice = grid.beforehand(jobs, option) if searched else []
     out = folder
     for job in (*jobs, *repeats(jobs, out)):
         standing(job.config)
@@ -503,18 +523,24 @@ def run(
     with only_writer(out, who="fedapp compare"):  # two of them would remove each other's unfinished runs
         for line in (*choice, *_beforehand(values, jobs)):
             echo(line, err=True)
-        again = [] if points else repeats(jobs, out)
-        failed = execute([*jobs, *again], engine, out, workers)
-        finished, tabled, notes = [job for job in jobs if job.result.ok], jobs, list[str]()
-        if points:
-            finished, notes = grid.choose(jobs, out)
-            tabled, again = finished, repeats(finished, out)
-            failed |= execute(again, engine, out, workers)
+        again, tabled, notes = [] if searched else repeats(jobs, out), jobs, list[str]()
+        tried = [job for job in jobs if not tune or job.seed == jobs[0].seed]
+        failed = execute([*tried, *again], engine, out, workers)
+        if searched:
+            tabled, notes = grid.choose(tried, jobs, out, option)
+            chosen = {job.variant.label for job in tabled}
+            if tune:  # a step that is too large for a method is a result of the search
+                spoiled = {j.name for j in tried if j.variant.family in chosen and j.result.repeats}
+                failed = {name: why for name, why in failed.items() if name not in spoiled}
+            again = repeats(tabled, out)
+            failed |= execute([*(tabled if tune else ()), *again], engine, out, workers)
+        finished = [job for job in tabled if job.result.ok]
         shared = tables.verify(finished)
-        alerts = [*shared.lines[int(shared.ok) :], *differences(jobs)]
+        alerts = [*shared.lines[int(shared.ok) :], *differences(tabled, grid.parse(tune, TUNE))]
         options = {
             "methods": methods, "datasets": ",".join(datasets), "partitions": ",".join(partitions), "sweep": sweep,
-            "grid": points, "reference": reference, "target": target, "seeds": seeds,
+            "grid": points, "tune": tune, "on": "validation" * bool(tune), "reference": reference, "target": target,
+            "seeds": seeds,
         }  # fmt: skip
         notes = [*notes, *shared.lines[: int(shared.ok)]]
         tables.write(out, tabled, again, first, target, alerts, notes, command_of(options, values))
@@ -612,17 +638,28 @@ def _report(out: Path, finished: Sequence[Job]) -> None:
         echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {out} tries again)", err=True)
 
 
-def differences(jobs: Sequence[Job]) -> list[str]:
-    """Name the training settings in which methods differ, since `auto` is each method's own."""
-    first = {j.variant.title: j.config.to_flat() for j in reversed(jobs)}
-    order = dict.fromkeys(j.variant.title for j in jobs)
-    lines = []
-    for key in OWN_SETTINGS:
+def differences(jobs: Sequence[Job], tuned: Mapping[str, Sequence[str]] | None = None) -> list[str]:
+    """Name the training settings in which methods differ, since `auto` is each method's own.
+
+    Parameters
+    ----------
+    tuned : keys and values of a search that was the same for all methods; they are named in any case.
+    """
+    lines: dict[str, None] = {}
+    settings: dict[str, dict[str, dict[str, Any]]] = {}
+    for job in jobs:
+        settings.setdefault(job.setting if tuned else "", {}).setdefault(job.variant.title, job.config.to_flat())
+    for (setting, methods), key in product(settings.items(), OWN_SETTINGS):
         by: dict[Any, list[str]] = {}
-        for title in order:
-            by.setdefault(first[title][key], []).append(title)
-        if len(by) > 1:
-            *few, (common, _) = sorted(by.items(), key=lambda item: len(item[1]))
-            parts = [f"{value} for {', '.join(titles)}" for value, titles in few]
-            lines.append(f"Settings differ, {key}: {'; '.join([*parts, f'{common} for all others'])}.")
-    return lines
+        for title, flat in methods.items():
+            by.setdefault(flat[key], []).append(title)
+        *few, (common, _) = sorted(by.items(), key=lambda item: len(item[1]))
+        parts = [f"{value} for {', '.join(titles)}" for value, titles in few]
+        told = "; ".join([*parts, f"{common} for all{' others' if few else ''}"])
+        if tuned and key in tuned:
+            where = f" in {setting}" if setting else ""
+            values = ", ".join(tuned[key])
+            lines[f"Chosen from {values} on validation rows of seed {jobs[0].seed}{where}, {key}: {told}."] = None
+        elif few:
+            lines[f"Settings differ, {key}: {told}."] = None
+    return list(lines)

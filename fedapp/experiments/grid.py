@@ -53,8 +53,12 @@ def choosing(method: str) -> tuple[str, ...]:
     return tuple(p for p in registry.get(method).headlines if p != "global")
 
 
-def beforehand(jobs: Sequence[Job]) -> list[str]:
+def beforehand(jobs: Sequence[Job], option: str) -> list[str]:
     """Say by which score points will be chosen where a method also has a `global` score, which cannot choose.
+
+    Parameters
+    ----------
+    option : of the search, for messages.
 
     Raises
     ------
@@ -62,13 +66,13 @@ def beforehand(jobs: Sequence[Job]) -> list[str]:
     """
     config = jobs[0].config
     if not config.data.validation:
-        raise BadRequest("--grid chooses on validation images: hold some out with --set validation=0.1")
+        raise BadRequest(f"{option} chooses on validation images: hold some out with --set validation=0.1")
     methods = dict.fromkeys(j.variant.method for j in jobs)
     if not any(p in config.evaluation.measured for p in choosing(jobs[0].variant.method)):
         raise BadRequest(
-            f"--grid: protocols = '{config.evaluation.protocols}' measures nothing on validation images, which "
-            "clients hold out. "
-            "Measure received and trained as well (--set protocols=received,trained,global): they choose the points"
+            f"{option}: protocols = '{config.evaluation.protocols}' measures nothing on validation images, which "
+            "clients hold out. Measure received and trained as well (--set protocols=received,trained,global): they "
+            "choose the points"
         )
     if "global" not in config.evaluation.measured:
         return []
@@ -77,7 +81,7 @@ def beforehand(jobs: Sequence[Job]) -> list[str]:
         by = next(p for p in choosing(method) if p in config.evaluation.measured)
         named.setdefault(by, []).extend(dict.fromkeys(j.variant.family for j in jobs if j.variant.method == method))
     return [
-        f"--grid: global has no validation images, so {by} chooses for {', '.join(families)}; where the published "
+        f"{option}: global has no validation images, so {by} chooses for {', '.join(families)}; where the published "
         "number is global (as for CCVR), the chosen point need not be the best one for it"
         for by, families in named.items()
     ]
@@ -89,19 +93,20 @@ def validation_score(run: RunResult) -> float:
     return next((score for score in scores if math.isfinite(score)), math.nan)
 
 
-def choose(jobs: Sequence[Job], out: Path) -> tuple[list[Job], list[str]]:
+def choose(tried: Sequence[Job], jobs: Sequence[Job], out: Path, option: str) -> tuple[list[Job], list[str]]:
     """Choose the point with the highest validation score for each method and setting, and write `grid.csv`.
 
     Parameters
     ----------
-    jobs : all runs of the search. A point of which a run is missing cannot be chosen; of equal ones the first is.
+    tried : all runs of the search. A point of which a run is missing cannot be chosen; of equal ones the first is.
+    jobs : the runs of all points, those of seeds that the search leaves out too.   option : of the search.
 
     Returns
     -------
-    The chosen runs under the names of their methods, and what was chosen, in words.
+    The runs of the chosen points under the names of their methods, and what was chosen, in words.
     """
     families: dict[tuple[str, str], dict[str, list[Job]]] = {}
-    for job in jobs:
+    for job in tried:
         found = families.setdefault((job.setting, job.variant.family), {})
         found.setdefault(job.variant.label, []).append(job)
     rows, chosen, lines = [], [], []
@@ -120,10 +125,14 @@ def choose(jobs: Sequence[Job], out: Path) -> tuple[list[Job], list[str]]:
             })  # fmt: skip
         where = f"{setting} {family}".strip()
         if known:
-            chosen += [replace(j, variant=replace(j.variant, label=family)) for j in members[best]]
+            chosen += [
+                replace(j, variant=replace(j.variant, label=family))
+                for j in jobs
+                if (j.setting, j.variant.label) == (setting, best)
+            ]
             lines.append(f"{where}: {best} of {len(members)}, {100 * scores[best][0]:.1f} % on validation images")
         else:
             why = "has a score on validation images" if finished else "has finished with all of its seeds"
             lines.append(f"{where}: nothing chosen, no point of the grid {why}")
     write_table(out / GRID, pd.DataFrame(rows))
-    return chosen, ["chosen by --grid:", *lines]
+    return chosen, [f"chosen by {option}:", *lines]
