@@ -34,7 +34,8 @@ from fedapp.transport.client_manager import WITHOUT_DATA
 from fedapp.transport.clipping import clip_update, private_update
 from fedapp.transport.identity import Identity
 from fedapp.transport.packing import pack, unpack
-from fedapp.transport.records import CONTROL, Part, Records, parts, payload_of, reply_records, sealed, together
+from fedapp.transport.records import REQUEST, Part, Records, parts, payload_of, reply_records, sealed, together
+from fedapp.transport.request import RoundRequest
 from fedapp.transport.secure import SecureClient
 
 
@@ -64,35 +65,25 @@ SECURE = "secure"
 """Name of the record of a node's context that holds the secrets of secure sums."""
 
 
-def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedClient:
+def build(context: Context, config: RunConfig, request: RoundRequest) -> FedClient:
     """Build the client that a message is addressed to.
-
-    Parameters
-    ----------
-    control : the values that the server sends with every message, such as the run's token and the round.
 
     Raises
     ------
     BadRequest : the node's configuration or its data do not fit the run.
     """
-    if not 0 <= int(control.get("round", 0)) < MOST_ROUNDS:
-        raise BadRequest(f"round {control['round']} is not within 0 .. {MOST_ROUNDS - 1}")
-    node = _node(context, config, control)
+    if not 0 <= request.round < MOST_ROUNDS:
+        raise BadRequest(f"round {request.round} is not within 0 .. {MOST_ROUNDS - 1}")
+    node = _node(context, config, request)
     method, hparams = config.method_and_hparams()
-    task = _task(node, config, control)
+    task = _task(node, config, request)
     store, releaser = None, None
-    if control.get("run"):
+    if request.run:
         # On a real node only the node itself decides where files are written.
         real = process.real_node()
-        root = node.state_root() if real else Path(config.storage.state_dir or str(control.get("state-dir", "")))
+        root = node.state_root() if real else Path(config.storage.state_dir or request.state_dir)
         folder = root / (config.storage.federation or "run") / str(node.client)
-        kept = int(control.get("keep", 0))
-        known = Expected(
-            str(control.get("state", "")),
-            bool(control.get("state-binds", True)),
-            config.storage.lost_state == "restart",
-        )
-        run = str(control["run"])
+        known = Expected(request.state, request.state_binds, config.storage.lost_state == "restart")
         about = {
             "names of classes": nodes.fingerprint(task.extras.get("classes", ())),
             "names of features": nodes.fingerprint(task.inputs.features),
@@ -101,22 +92,22 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
         store = ClientStore(
             folder,
             config.federation.method,
-            run,
+            request.run,
             config.storage.warm_start,
-            kept,
+            request.keep,
             real,
             known,
             config.privacy.dp,
             about,
         )
-        store.back = int(control.get("back", 0))
-        releaser = _releaser(context, root, node, config, control)
+        store.back = request.back
+        releaser = _releaser(context, root, node, config, request)
     client: FedClient = method.client(task, method, hparams, store)
     client.releaser = releaser
     return client
 
 
-def _releaser(context: Context, root: Path, node: Node, config: RunConfig, control: dict[str, Any]) -> Releaser | None:
+def _releaser(context: Context, root: Path, node: Node, config: RunConfig, request: RoundRequest) -> Releaser | None:
     """Return what books and noises the releases of a client, or None in a run without `dp`."""
     privacy = node.privacy(config)
     if privacy is None:
@@ -126,38 +117,37 @@ def _releaser(context: Context, root: Path, node: Node, config: RunConfig, contr
         privacy = secure.in_sum(privacy, kept, config.secure.secure_colluders)
     # Not by the run's names: they are the server's, and the budget belongs to the data.
     data = str(Path(node.data_path).expanduser().absolute()) if node.own and node.data_path else config.data.dataset
-    server_round = int(control.get("round", 0))
     about = {
-        "run": str(control["run"]), "federation": config.storage.federation, "round": server_round,
+        "run": request.run, "federation": config.storage.federation, "round": request.round,
         "method": config.federation.method,
     }  # fmt: skip
-    seed = sampling.derived_seed(config.federation.seed, "dp-test", server_round, node.client)
+    seed = sampling.derived_seed(config.federation.seed, "dp-test", request.round, node.client)
     path = path_of(root, node.client, data)
     head = root / (config.storage.federation or "run") / str(node.client) / f"{path.stem}.head"
-    ledger = Ledger(path, head if process.real_node() else None, int(control.get("releases", 0)))
+    ledger = Ledger(path, head if process.real_node() else None, request.releases)
     return Releaser(privacy, ledger, about, seed)
 
 
-def _node(context: Context, config: RunConfig, control: dict[str, Any]) -> Node:
+def _node(context: Context, config: RunConfig, request: RoundRequest) -> Node:
     """Return whose client this is: in a simulation the server says it, where it counts more clients than nodes."""
-    if "client" in control and not process.real_node():
-        return Node(client=int(control["client"]), partitions=config.data.clients or int(control["clients"]))
+    if request.client >= 0 and not process.real_node():
+        return Node(client=request.client, partitions=config.data.clients or request.clients)
     return Node.parse(context.node_config)
 
 
-def _task(node: Node, config: RunConfig, control: dict[str, Any]) -> Task:
+def _task(node: Node, config: RunConfig, request: RoundRequest) -> Task:
     process.prepare(config.training.threads)
-    images = min(partitions.UNION, int(control.get("balanced-images", partitions.UNION)))
+    images = min(partitions.UNION, request.balanced_images or partitions.UNION)
     if node.own or process.real_node():
         node.check(config)
     return nodes.node_task(config, node, process.device(), images)
 
 
-def newcomer(context: Context, config: RunConfig, control: dict[str, Any], alone: bool = False) -> FedClient:
+def newcomer(context: Context, config: RunConfig, request: RoundRequest, alone: bool = False) -> FedClient:
     """Build a client that has stored nothing; `alone`: one that trains the plain model, whatever the method is."""
     method, hparams = config.method_and_hparams()
     kind: type[FedClient] = FedClient if alone else method.client
-    return kind(_task(_node(context, config, control), config, control), method, hparams)
+    return kind(_task(_node(context, config, request), config, request), method, hparams)
 
 
 def score_newcomer(
@@ -199,30 +189,29 @@ def handle(stage: str, message: Message, context: Context) -> Message:
         return _handle(stage, message, context)
 
 
-def _claimed(stage: str, client: FedClient, control: dict[str, Any], flower: int) -> AbstractContextManager[None]:
+def _claimed(stage: str, client: FedClient, request: RoundRequest, flower: int) -> AbstractContextManager[None]:
     """On a real node: let one run at a time write to the folder of a client; a second one is told so when it asks."""
-    if client.store is None or not process.real_node() or control.get("unseen"):
+    if client.store is None or not process.real_node() or request.unseen:
         return nullcontext()
     if stage == "register":
         claim.check(client.store.folder, client.store.run)
         return nullcontext()
-    return claim.held(client.store.folder, client.store.run, last=bool(control.get("final")), flower=flower)
+    return claim.held(client.store.folder, client.store.run, last=request.final, flower=flower)
 
 
 def _answer(
-    stage: str, context: Context, config: RunConfig, client: FedClient, payload: Payload, control: dict[str, Any]
+    stage: str, context: Context, config: RunConfig, client: FedClient, payload: Payload, request: RoundRequest
 ) -> tuple[Arrays, dict[str, Any], dict[str, Scalar]]:
     """Run one stage; return the arrays, the metrics and the facts of the reply."""
-    server_round = int(control.get("round", 0))
-    balanced = bool(control.get("balanced", False))
+    server_round, balanced = request.round, request.balanced
 
     def keep(protocol: str, rounds: int) -> None:
         """Keep the model of a score for use after the run: on a real node always, in a simulation at the end."""
         folder = None
         if process.real_node():
             folder = client.store.folder if client.store is not None else None
-        elif control.get("final") and control.get("models-dir"):
-            folder = Path(str(control["models-dir"])) / str(client.task.client)
+        elif request.final and request.models_dir:
+            folder = Path(request.models_dir) / str(client.task.client)
         if folder is not None:
             predict.keep(folder / predict.FILES[protocol], client, protocol, config, rounds, payload.scalars)
 
@@ -238,7 +227,7 @@ def _answer(
             if not len(client.task.y_train):
                 raise BadRequest("dp = 'sgd': there is no training image: leave this client out, or raise min-samples")
         metrics, facts = client.register()
-        partitions = _node(context, config, control).partitions
+        partitions = _node(context, config, request).partitions
         facts["partitions"] = partitions
         facts["classes"] = "" if partitions else nodes.fingerprint(client.task.extras["classes"])
         return {}, metrics, facts
@@ -257,29 +246,29 @@ def _answer(
         elif config.robustness.clip_update:
             arrays, norm = clip_update(arrays, client.reference(payload), config.robustness.clip_update)
             metrics["update-clipped"] = int(norm > config.robustness.clip_update)
-    elif stage == "evaluate" and control.get("unseen"):
+    elif stage == "evaluate" and request.unseen:
         arrays, count = {}, client.task.num_samples
         metrics = score_newcomer(
-            lambda alone: newcomer(context, config, control, alone),
+            lambda alone: newcomer(context, config, request, alone),
             payload,
             server_round,
             config.evaluation.adaptations,
         )
     elif stage == "evaluate":
         arrays, count = {}, client.task.num_samples
-        train = bool(control.get("train", False)) and "trained" in client.task.protocols
-        without = train or bool(control.get("received-only", False))
+        train = request.train and "trained" in client.task.protocols
+        without = train or request.received_only
         metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=without)
         if payload.all():
             keep("received", server_round - 1)
-        if control.get("final") and client.tunes() and control.get("tune", True):
+        if request.final and request.tune and client.tunes():
             tuned = _tuned(client, "tuned", balanced)
             if tuned:
                 keep("tuned", server_round - 1)
             metrics |= tuned
         if train:
             metrics |= client.train_to_score(payload, balanced=balanced)
-            if control.get("final"):
+            if request.final:
                 keep("trained", server_round)
     else:
         arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, server_round)
@@ -370,20 +359,20 @@ def _reply(stage: str, message: Message | Part, context: Context, read: Callable
     started = time.perf_counter()
     info: dict[str, Scalar] = {}
     try:
-        payload, control = payload_of(message, checked=not process.real_node())
+        payload, request = payload_of(message, checked=not process.real_node())
         config = read()
         given = Payload()
         if config.secure.secure_sum and stage in WITHOUT_DATA:
-            with _secrets(context, config, _node(context, config, control).client) as secrets:
+            with _secrets(context, config, _node(context, config, request).client) as secrets:
                 info = {"client": secrets.member.client}
-                arrays = secrets.answer(stage, payload, str(control.get("run", "")))
+                arrays = secrets.answer(stage, payload, request.run)
             return reply_records(arrays, {"num-examples": 0}, info, "fp32")
         if config.secure.secure_sum:
             payload, given = secure.taken_from(payload)
-        client = build(context, config, control)
+        client = build(context, config, request)
         info = {"client": client.task.client, "model": client.task.model}
-        with _claimed(stage, client, control, context.run_id):
-            arrays, metrics, facts = _answer(stage, context, config, client, payload, control)
+        with _claimed(stage, client, request, context.run_id):
+            arrays, metrics, facts = _answer(stage, context, config, client, payload, request)
         if config.secure.secure_sum and arrays:
             arrays = _hidden(context, config, client, given, arrays)
         if stage != "register" and not (client.task.privacy is not None and process.real_node()):
@@ -410,7 +399,7 @@ def _number(message: Message | Part, context: Context) -> int:
     node = context.node_config
     number: Any = node.get("client-id", node.get("partition-id"))
     if not process.real_node():
-        number = message.content.config_records.get(CONTROL, {}).get("client", number)
+        number = message.content.config_records.get(REQUEST, {}).get("client", number)
     return number if isinstance(number, int) else -1
 
 

@@ -71,6 +71,7 @@ from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, roster
 from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled
 from fedapp.transport.offences import Offences
+from fedapp.transport.request import RoundRequest
 from fedapp.transport.secure import Opened, SecureSums
 from fedapp.transport.virtual import Member
 from strategies.base import Strategy
@@ -234,11 +235,10 @@ class Run(Callbacks):
                 f"fedapp {begun} began this run, {__version__} continues it: defaults of methods and what a score "
                 "means may have changed in between (CHANGELOG.md)"
             )
-        control: dict[str, Scalar] = {"run": self.directory.token}
-        control |= {"state-dir": str(out / "state")} if self.simulation else {}
+        request = RoundRequest(self.directory.token, state_dir=str(out / "state") if self.simulation else "")
         read = (lambda: None) if self.simulation else roster.of_this_server
         self.manager = ClientManager(
-            grid, resolved.federation, control, self.tell, read, max_abs=config.robustness.max_abs,
+            grid, resolved.federation, request, self.tell, read, max_abs=config.robustness.max_abs,
             metrics=config.numbers(), scored=bool({"received", "trained"} & set(config.evaluation.measured)),
             restart=config.storage.lost_state == "restart", queued=self.simulation,
             poll=(0.01, 0.1) if self.simulation else (0.1, 1.0),
@@ -356,7 +356,8 @@ class Run(Callbacks):
         self._warn_of_memory()
         self._state_privacy()
         if self.simulation and config.evaluation.keeps_models(len(self.infos)):
-            self.manager.control["models-dir"] = str(self.directory.client_models)
+            folder = str(self.directory.client_models)
+            self.manager.request = dataclasses.replace(self.manager.request, models_dir=folder)
         find = self.method.warn
         warn = find(self.hparams, self.config.training.optimizer, self.config.training.augment) if find else None
         if warn:
@@ -382,7 +383,7 @@ class Run(Callbacks):
             state=self.state,
             previous=self._before(),
             callbacks=self,
-            control=self._control,
+            request=self._request,
             evaluate_every=self.config.evaluation.evaluate_every,
             final_training=self.config.evaluation.final_training,
             select=self.config.evaluation.select == "validation",
@@ -570,12 +571,11 @@ class Run(Callbacks):
         scalars = self.strategy.send(state, 0, self.infos[0].client).scalars
         self.global_scores = self._scores(arrays, scalars, probabilities)
 
-    def _control(self, server_round: int) -> dict[str, Scalar]:
-        """Return the values that go with the messages of a round."""
-        values: dict[str, Scalar] = {"balanced": self.config.balanced_in(server_round)}
-        if self.config.evaluation.select == "validation":
-            values["keep"] = self._best_round() or 0
-        return values
+    def _request(self, server_round: int) -> RoundRequest:
+        """Return the request of the messages of a round."""
+        keep = (self._best_round() or 0) if self.config.evaluation.select == "validation" else 0
+        balanced = self.config.balanced_in(server_round)
+        return dataclasses.replace(self.manager.request, round=server_round, balanced=balanced, keep=keep)
 
     def _named(self, client: int) -> dict[str, Any]:
         """Return the columns that say whose a row is: the number, and the name where the data have names."""

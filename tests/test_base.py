@@ -16,6 +16,7 @@ from fedapp.core.averages import RunningMean
 from fedapp.federation.loop import Callbacks, RoundLoop
 from fedapp.learning.state import ClientStore, DamagedError
 from fedapp.method import BaseHParams, Payload, Reply
+from fedapp.transport.request import RoundRequest
 from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.lgfedavg import METHOD as LGFEDAVG
@@ -204,35 +205,38 @@ def test_evaluations_of_all_clients_are_told_what_they_are_for(
     select: bool, more: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a round they may leave the training out, and the last one is told that it is the last."""
-    asked: list[tuple[str, dict[str, Any]]] = []
+    asked: list[tuple[str, RoundRequest]] = []
     loop = RoundLoop(Strategy(FEDAVG, BaseHParams()))
     traffic = SimpleNamespace(dropped=[])
     monkeypatch.setattr(
         loop, "_train", lambda *given: (given[1], SimpleNamespace(void=False, traffic=traffic, seconds=0.0))
     )
-    monkeypatch.setattr(loop, "_evaluate", lambda *given: asked.append((given[3], dict(given[4]))))
+    monkeypatch.setattr(loop, "_evaluate", lambda *given: asked.append(given[3:5]))
     monkeypatch.setattr(loop, "_queries", lambda *given: None)
     callbacks = Callbacks()
     monkeypatch.setattr(callbacks, "selected", lambda state, rounds: (state, rounds))
     manager = SimpleNamespace(
         register=lambda: None, nodes={0: None}, states={}, settings=SimpleNamespace(fraction_train=1.0),
-        without_silent=lambda server_round, ids: (ids, []),
+        without_silent=lambda server_round, ids: (ids, []), request=RoundRequest("abcd"),
     )  # fmt: skip
     loop.run(manager, context(point(1.0, 2.0)), rounds=2, callbacks=callbacks, evaluate_every=1, select=select, **more)  # type: ignore[arg-type]
-    train = {"train": more.get("final_training", True)}
-    between = [("evaluate", {"received-only": True})] * 2 if select else [("evaluate", train)]
-    assert asked == [*between, ("final", {"balanced": True, "final": True, **train})]
+    train = more.get("final_training", True)
+    between = [
+        ("evaluate", RoundRequest("abcd", n, train=train and not select, received_only=select))
+        for n in range(1, 2 + select)
+    ]
+    assert asked == [*between, ("final", RoundRequest("abcd", balanced=True, final=True, train=train))]
 
 
 def test_clients_that_take_no_part_are_asked_last_and_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     loop = RoundLoop(Strategy(FEDAVG, BaseHParams()))
-    monkeypatch.setattr(loop, "_evaluate", lambda *given: asked.append((given[3], dict(given[4]), *given[5:])))
+    monkeypatch.setattr(loop, "_evaluate", lambda *given: asked.append(given[3:]))
     monkeypatch.setattr(loop, "_queries", lambda *given: None)
-    manager = SimpleNamespace(nodes={0: None, 3: None, 4: None})
+    manager = SimpleNamespace(nodes={0: None, 3: None, 4: None}, request=RoundRequest())
     loop.run(manager, context(point(1.0, 2.0)), rounds=0, unseen=(4, 3, 9))  # type: ignore[arg-type]
     assert [kind for kind, *_ in asked] == ["final", "unseen"]
-    assert asked[1] == ("unseen", {"unseen": True}, [3, 4])
+    assert asked[1] == ("unseen", RoundRequest(unseen=True), [3, 4])
 
 
 def test_only_secure_sums_hide_single_replies() -> None:
@@ -240,7 +244,7 @@ def test_only_secure_sums_hide_single_replies() -> None:
     state = strategy.init(context(point(1.0, 2.0)))
     given: dict[str, Any] = {
         "kind": "train", "server_round": 1, "payloads": [], "expected": {"head.weight": (2,)}, "state": state,
-        "check": lambda reply: None, "result": SimpleNamespace(traffic=None), "control": {},
+        "check": lambda reply: None, "result": SimpleNamespace(traffic=None), "request": RoundRequest(),
     }  # fmt: skip
     manager: Any = SimpleNamespace(send_and_receive=lambda *more: "single replies")
     loop = RoundLoop(strategy)

@@ -28,6 +28,7 @@ from fedapp.transport.client_manager import ClientManager, RoundFailed
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.offences import Blocked
 from fedapp.transport.records import INFO, METRICS
+from fedapp.transport.request import RoundRequest
 from fedapp.transport.virtual import Member
 from tests.handmade import exchange
 
@@ -275,7 +276,7 @@ def silent(**settings: Any) -> tuple[Silent, ClientManager, list[dict[str, Any]]
     events: list[dict[str, Any]] = []
     grid = Silent(from_flat({"method": "local", "clients": 4}).to_flat())
     chosen = exchange(**{"wait_timeout": 60.0, "min_replies": 0.5, "round_timeout": 60.0, **settings})
-    return grid, ClientManager(grid, chosen, {}, events.append), events
+    return grid, ClientManager(grid, chosen, RoundRequest(), events.append), events
 
 
 def test_a_silent_node_does_not_hold_the_start_nor_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +309,7 @@ def test_virtual_clients_that_take_turns_may_take_longer_than_the_limit_together
     """One after the other is there within the limit of a second; all six are not."""
     config = from_flat({"method": "local", "clients": 6, "partition": "dirichlet"})
     grid = Slow(client_app, config.to_flat(), 6)
-    clients = ClientManager(grid, exchange(wait_timeout=1.0), {}, queued=True)
+    clients = ClientManager(grid, exchange(wait_timeout=1.0), RoundRequest(), queued=True)
     own = federated(config, 6).partition.clients
     members = [Member(c, len(s.train), len(s.test), config.model.name_of(c), (1, 8, 8)) for c, s in enumerate(own)]
     assert len({m.examples for m in members}) > 4, "or too few are asked for this test"
@@ -351,7 +352,7 @@ class Late(LocalGrid):
 
 def test_a_resumed_run_without_a_blocked_client_waits_for_all_others() -> None:
     grid = Late(client_app, from_flat({"method": "local", "clients": 3}).to_flat(), 3)
-    clients = ClientManager(grid, exchange(wait_timeout=30.0, min_replies=0.5), {}, poll=(0.002, 0.1))
+    clients = ClientManager(grid, exchange(wait_timeout=30.0, min_replies=0.5), RoundRequest(), poll=(0.002, 0.1))
     clients.offences.blocked[0] = Blocked(1, 0, FIRST_NODE, "train", "it lied")
     assert [i.client for i in clients.gather(3)] == [1, 2] and clients.fewest() == 2
 
@@ -468,7 +469,7 @@ def test_a_reply_to_an_evaluation_holds_no_arrays() -> None:
 def test_few_large_messages_are_in_flight(lasted: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run in any order, so all replies but one may wait for that of the first; each worker still has two."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    manager = ClientManager(SimpleNamespace(), exchange(), {}, queued=True)
+    manager = ClientManager(SimpleNamespace(), exchange(), RoundRequest(), queued=True)
     manager.nodes = {c: c for c in range(100)}
     manager.infos = {c: SimpleNamespace(num_samples=1) for c in range(100)}  # type: ignore[misc]
     manager._lasted["train"] = lasted

@@ -481,12 +481,13 @@ def test_the_state_survives_a_checkpoint(tmp_path: Path, clients: int, classes: 
 
 def test_what_is_common_is_encoded_once() -> None:
     from fedapp.transport.records import Encoder
+    from fedapp.transport.request import RoundRequest
 
     initial, replies = instance(10, 5, 4)
     server = strategy()
     state = server.aggregate(server.init(context(initial, 4)), 1, iter(replies))
     encoder = Encoder()
-    one, two = (encoder.content(server.send(state, 2, i), {})[0].array_records["arrays"] for i in (0, 1))
+    one, two = (encoder.content(server.send(state, 2, i), RoundRequest())[0].array_records["arrays"] for i in (0, 1))
     for name in initial:
         assert (one[name].data is two[name].data) == (not name.startswith("head."))
     assert not np.array_equal(one["head.weight"].numpy(), two["head.weight"].numpy())

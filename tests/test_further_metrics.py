@@ -32,6 +32,7 @@ from fedapp.results.runs import RunResult
 from fedapp.results.statistics import harm, over_clients, tally
 from fedapp.tasks import simulated
 from fedapp.transport.records import Encoder, reply_of
+from fedapp.transport.request import RoundRequest
 
 Tiny = Callable[..., RunResult]
 ALL = "accuracy,balanced,macro_f1,auc,ece,loss"
@@ -269,7 +270,7 @@ def test_real_nodes_import_no_code_that_a_server_names(tmp_path: Path, monkeypat
     own = {"client-id": 0, "data-path": str(tmp_path)}
     shared = {"partition-id": 0, "num-partitions": 3}
     for node in (own, shared):
-        content, _ = Encoder("fp32").content(Payload(), {"round": 0})
+        content, _ = Encoder("fp32").content(Payload(), RoundRequest())
         context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config=flat)
         answer = client_app.handle("register", Message(content, 1, "query.register"), context)
         _, _, info, _ = reply_of(answer)

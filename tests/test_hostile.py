@@ -43,6 +43,7 @@ from fedapp.transport import boundary, checkpoint, client_manager, packing, reco
 from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, Refused, Registration
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid, _identify
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_records, sealed
+from fedapp.transport.request import RoundRequest
 from fedapp.transport.virtual import Member
 from tests.handmade import exchange
 from tests.liars import Forge, Lie, federate, forged, often
@@ -578,7 +579,7 @@ class Several(HttpGrid):
 
 def asked_of(grid: HttpGrid, limit: float) -> list[tuple[int, Message]]:
     """Ask clients 0 and 1 with a round limit; returns what each answered."""
-    manager = client_manager.ClientManager(grid, exchange(), {}, poll=(0.01, 0.1))
+    manager = client_manager.ClientManager(grid, exchange(), RoundRequest(), poll=(0.01, 0.1))
     manager.nodes = {0: 1000, 1: 1001}
 
     def question(batch: Any) -> Message:
@@ -695,7 +696,7 @@ def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.Monkey
     """And one that comes at a registration leaves the node out."""
     flat = from_flat({"method": "lgfedavg", "clients": 4, **{k.replace("_", "-"): v for k, v in QUICK.items()}})
     grid: Any = LocalGrid(app, flat.to_flat(), 4)
-    manager = client_manager.ClientManager(grid, exchange(min_replies=0.5), {}, lambda e: None)
+    manager = client_manager.ClientManager(grid, exchange(min_replies=0.5), RoundRequest(), lambda e: None)
     manager.gather(4)
     reply = make_message(message(honest()).metadata, error=Error(boundary.UNREADABLE, "its reply is no message"))
     traffic = client_manager.Traffic()
@@ -709,7 +710,7 @@ def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.Monkey
 def test_no_client_says_how_much_it_may_send(clients: int) -> None:
     flat = from_flat({"method": "fedavg", "clients": clients, **{k.replace("_", "-"): v for k, v in QUICK.items()}})
     grid: Any = LocalGrid(app, flat.to_flat(), clients)
-    manager = client_manager.ClientManager(grid, exchange(), {}, lambda e: None)
+    manager = client_manager.ClientManager(grid, exchange(), RoundRequest(), lambda e: None)
     manager.gather(clients)
     before = [manager._further(c, "train", {}) for c in range(clients)]
     manager.facts[0]["width"] = 1 << 24
@@ -1089,12 +1090,12 @@ def test_a_hostile_registration_is_left_out_and_the_run_goes_on(monkeypatch: pyt
     flat = from_flat({"method": "lgfedavg", "clients": 4, **{k.replace("_", "-"): v for k, v in QUICK.items()}})
     events: list[dict[str, Any]] = []
     grid: Any = LocalGrid(lying, flat.to_flat(), 4)  # type: ignore[arg-type]
-    manager = client_manager.ClientManager(grid, exchange(min_replies=0.5), {}, events.append)
+    manager = client_manager.ClientManager(grid, exchange(min_replies=0.5), RoundRequest(), events.append)
     assert [i.client for i in manager.gather(4)] == [0, 2, 3]
     assert any("left out" in e.get("text", "") for e in events)
-    strict = client_manager.ClientManager(grid, exchange(wait_timeout=0.5), {}, events.append)
+    strict = client_manager.ClientManager(grid, exchange(wait_timeout=0.5), RoundRequest(), events.append)
     with pytest.raises(BadRequest, match="cannot take part"):
         strict.gather(4)
-    queued = client_manager.ClientManager(grid, exchange(), {}, events.append, queued=True)
+    queued = client_manager.ClientManager(grid, exchange(), RoundRequest(), events.append, queued=True)
     with pytest.raises(BadRequest, match=r"node 1001 cannot take part: .* be read"):
         queued.enrol([Member(1, 9, 3, "digits-a")])

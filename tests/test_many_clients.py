@@ -31,6 +31,7 @@ from fedapp.transport.records import (
     sealed,
     together,
 )
+from fedapp.transport.request import RoundRequest
 from fedapp.transport.virtual import Member
 from tests import handmade
 from tests.handmade import deterministic
@@ -160,15 +161,17 @@ def test_contents_are_joined_and_parted_without_copies() -> None:
     for c in (3, 12, 5, 7):
         own = {"own": np.full(2, c, np.float32)} if c == 5 else {}
         given = {"w": common} if c != 7 else {}
-        content[c], _ = encoder.records(Payload(own, given, {"c": c, "x": float("nan")}), {"round": c, "on": True})
+        content[c], _ = encoder.records(
+            Payload(own, given, {"c": c, "x": float("nan")}), RoundRequest(round=c, balanced=True)
+        )
     joined = together(content)
     assert set(joined) == {ARRAYS, f"{ARRAYS}@5", PARTS}, "one record for the clients that get the same"
     found = parts(joined)
     assert list(found) == list(content) and not found[3].has_error()
     for c, part in found.items():
-        alone, control = payload_of(Message(sealed(content[c]), 1, "train"))
-        with_others, its_control = payload_of(part, checked=True)
-        assert handmade.equal(alone.arrays, with_others.arrays) and control == its_control
+        alone, request = payload_of(Message(sealed(content[c]), 1, "train"))
+        with_others, its_request = payload_of(part, checked=True)
+        assert handmade.equal(alone.arrays, with_others.arrays) and request == its_request
         assert repr(alone.scalars) == repr(with_others.scalars)
         assert all(a.flags.writeable for a in with_others.arrays.values())
     first, second = (payload_of(found[c], checked=True)[0].arrays["w"] for c in (3, 12))

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -42,6 +43,7 @@ from fedapp.transport import checkpoint, client_manager
 from fedapp.transport.client_manager import ClientManager, Encoder
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.records import INFO
+from fedapp.transport.request import RoundRequest
 from tests.handmade import exchange
 from tests.matrix import methods
 
@@ -298,8 +300,8 @@ def test_a_server_that_says_it_is_a_simulation_gets_no_more(tmp_path: Path, caps
     from fedapp.transport.client_manager import ClientManager
 
     class Hostile(ClientManager):
-        def __init__(self, grid: Any, settings: Any, control: Any, *args: Any, **more: Any) -> None:
-            theirs = {**control, "state-dir": str(tmp_path / "theirs"), "models-dir": "x"}
+        def __init__(self, grid: Any, settings: Any, request: RoundRequest, *args: Any, **more: Any) -> None:
+            theirs = replace(request, state_dir=str(tmp_path / "theirs"), models_dir="x")
             super().__init__(grid, settings, theirs, *args, **more)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -766,7 +768,7 @@ def test_a_node_that_changes_its_client_id_leaves_nothing_behind() -> None:
     grid = Nodes(
         from_flat({"method": "fedavg", "clients": 3}).to_flat(), {71: share(0), 13: share(2)}, lambda g, r: None
     )
-    manager = ClientManager(grid, exchange(), {})
+    manager = ClientManager(grid, exchange(), RoundRequest())
     assert manager.register(strict=True) == [0, 2]
     grid.offline = {13}
     assert manager.register(strict=True) == []
@@ -1029,7 +1031,7 @@ def test_no_value_of_a_nodes_data_leaves_it_in_the_words_of_an_error(tmp_path: P
         for context in grid.contexts.values():
             context.node_config.clear()
             context.node_config.update({"client-id": 0, "data-path": str(table), "state-dir": str(tmp_path)})
-        content, _ = Encoder("fp32", False).content(Payload(), {"run": "abcd", "round": 0})
+        content, _ = Encoder("fp32", False).content(Payload(), RoundRequest("abcd"))
         (answer,) = grid.send_and_receive([Message(content, next(iter(grid.contexts)), "query.register")])
         assert not answer.has_error(), answer.error
         text = str(answer.content.config_records)
@@ -1041,4 +1043,4 @@ def test_no_value_of_a_nodes_data_leaves_it_in_the_words_of_an_error(tmp_path: P
 def test_a_round_that_no_state_could_be_named_after_is_refused(server_round: int) -> None:
     context = LocalGrid(client_app, for_context(from_flat({"method": "fedavg"})), 1).contexts[FIRST_NODE]
     with pytest.raises(BadRequest, match=f"round {server_round} is not within 0 .. 999999"):
-        build(context, from_flat({"method": "fedavg"}), {"run": "abcd", "round": server_round})
+        build(context, from_flat({"method": "fedavg"}), RoundRequest("abcd", server_round))

@@ -15,7 +15,8 @@ from fedapp.client_app import App
 from fedapp.method import Payload
 from fedapp.transport.local_grid import _identify
 from fedapp.transport.packing import ALIGNED, OWN, PACKED, SHARED, apart, pack, unpack
-from fedapp.transport.records import CONTROL, Encoder, payload_of
+from fedapp.transport.records import REQUEST, Encoder, payload_of
+from fedapp.transport.request import RoundRequest
 
 rng = np.random.default_rng(0)
 MODEL = {f"layer{i}.weight": rng.standard_normal((i + 1, 3)).astype(np.float32) for i in range(20)}
@@ -28,7 +29,7 @@ def messages(
     _identify(1)
     encoder = Encoder(wire_dtype)
     payloads = [Payload(arrays=arrays, common=common, scalars=scalars) for arrays in own]
-    return [Message(encoder.content(p, {"round": 3})[0], n, "train") for n, p in enumerate(payloads)]
+    return [Message(encoder.content(p, RoundRequest(round=3))[0], n, "train") for n, p in enumerate(payloads)]
 
 
 @pytest.mark.parametrize("wire_dtype", ["fp32", "fp16"])
@@ -39,8 +40,8 @@ def test_what_is_packed_comes_out_as_it_was(own: dict[str, np.ndarray], wire_dty
     assert all(set(m.content.array_records) == {PACKED} for m in sent)
     for before, after in zip(plain, sent, strict=True):
         assert unpack(after.content) and set(after.content.array_records) == set(before.content.array_records)
-        (one, control), (other, also) = payload_of(before), payload_of(after)
-        assert control == also and one.scalars == other.scalars and list(one.arrays) == list(other.arrays)
+        (one, request), (other, also) = payload_of(before), payload_of(after)
+        assert request == also and one.scalars == other.scalars and list(one.arrays) == list(other.arrays)
         for name, array in one.arrays.items():
             assert array.dtype == other.arrays[name].dtype and array.shape == other.arrays[name].shape
             assert np.array_equal(array, other.arrays[name]) and other.arrays[name].flags.writeable
@@ -91,7 +92,7 @@ def test_a_message_without_arrays_is_marked_and_an_error_stays_one() -> None:
     failed = Message(Error(8, "boom"), reply_to=empty)
     pack([empty, failed])
     assert failed.error.reason == "boom" and unpack(empty.content) and not unpack(empty.content)
-    assert not empty.content.array_records and empty.content.config_records[CONTROL]["round"] == 3
+    assert not empty.content.array_records and empty.content.config_records[REQUEST]["round"] == 3
 
 
 def test_a_node_answers_in_the_form_in_which_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:

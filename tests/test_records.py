@@ -12,6 +12,7 @@ import pytest
 from flwr.app import Array as FlowerArray
 from flwr.app import Message, RecordDict
 
+from fedapp.errors import BadRequest
 from fedapp.method import Payload
 from fedapp.transport.boundary import DTYPES, Contract, Good, read
 from fedapp.transport.local_grid import LocalGrid
@@ -28,6 +29,7 @@ from fedapp.transport.records import (
     reply_records,
     sealed,
 )
+from fedapp.transport.request import RoundRequest
 from tests import handmade
 
 
@@ -48,10 +50,10 @@ def test_arrays_travel_with_names_shapes_and_dtypes(wire: str, message: Message)
         "d": np.zeros((0, 5), np.float32),
         "e": np.array([True, False]),
     }
-    content, size = Encoder(wire).content(Payload(arrays=arrays, scalars={"k": True, "n": 2}), {"round": 3})
+    content, size = Encoder(wire).content(Payload(arrays=arrays, scalars={"k": True, "n": 2}), RoundRequest(round=3))
     message.content = content
-    payload, control = payload_of(message)
-    assert control == {"round": 3} and payload.scalars == {"k": True, "n": 2}
+    payload, request = payload_of(message)
+    assert request == RoundRequest(round=3) and payload.scalars == {"k": True, "n": 2}
     for name, a in arrays.items():
         b = payload.arrays[name]
         assert b.dtype == a.dtype and b.shape == a.shape
@@ -77,7 +79,9 @@ def test_an_array_is_sent_as_flower_sends_it(array: np.ndarray) -> None:
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype}{a.shape}")
 def test_within_a_simulation_the_numbers_are_copied_once_into_shared_memory(array: np.ndarray) -> None:
     """As Ray does it: the pickle has no numbers, and what is read back lies in the buffers that were given."""
-    [own, common] = (Encoder(shared=True).content(p, {})[0] for p in (Payload({"x": array}), Payload({}, {"x": array})))
+    [own, common] = (
+        Encoder(shared=True).content(p, RoundRequest())[0] for p in (Payload({"x": array}), Payload({}, {"x": array}))
+    )
     for sent in (own, common):
         travels(array, sent)
 
@@ -124,7 +128,7 @@ def test_ray_stores_once_what_several_messages_have_in_common(monkeypatch: pytes
     monkeypatch.setattr(Store, "kept", [])
     encoder, common = Encoder(shared=True), {"w": np.arange(9, dtype=np.float32)}
     for c in (1, 2):
-        content, _ = encoder.content(Payload({"own": np.full(3, c)}, common), {})
+        content, _ = encoder.content(Payload({"own": np.full(3, c)}, common), RoundRequest())
         apart: list[pickle.PickleBuffer] = []
         text = pickle.dumps(content, protocol=5, buffer_callback=apart.append)
         assert b"fedapp" not in text.replace(b"tests.test_records", b"") and common["w"].tobytes() not in text
@@ -134,7 +138,7 @@ def test_ray_stores_once_what_several_messages_have_in_common(monkeypatch: pytes
         assert handmade.equal(found, {"own": np.full(3, c), **common}) and len(Store.kept) == 1
         assert np.shares_memory(found["w"], Store.kept[0])
     monkeypatch.setattr(Store, "is_initialized", lambda: False)
-    content, _ = Encoder(shared=True).content(Payload({}, {"x": common["w"]}), {})
+    content, _ = Encoder(shared=True).content(Payload({}, {"x": common["w"]}), RoundRequest())
     travels(common["w"], content)
 
 
@@ -178,8 +182,8 @@ def test_the_arrays_of_a_reply_cannot_be_written(message: Message) -> None:
 def test_common_arrays_are_encoded_once() -> None:
     encoder = Encoder()
     shared = {"w": np.ones(1000, np.float32)}
-    one, _ = encoder.content(Payload(common=shared), {})
-    two, _ = encoder.content(Payload(common=shared, arrays={"own": np.zeros(2)}), {})
+    one, _ = encoder.content(Payload(common=shared), RoundRequest())
+    two, _ = encoder.content(Payload(common=shared, arrays={"own": np.zeros(2)}), RoundRequest())
     assert one.array_records["arrays"]["w"].data is two.array_records["arrays"]["w"].data
 
 
@@ -223,3 +227,13 @@ ONES = np.ones(3, np.float32)
 def test_a_bad_reply_is_rejected_with_a_reason(arrays, metrics, message) -> None:  # type: ignore[no-untyped-def]
     reason = reject(arrays, {"w": (3,)}, metrics)
     assert reason is not None and message in reason
+
+
+def test_a_request_travels_in_one_form_and_nothing_else_is_read() -> None:
+    given = RoundRequest("abcd", 3, client=0, state="ff", state_binds=False, tune=False, unseen=True)
+    content, _ = Encoder().content(Payload(), given)
+    assert payload_of(Message(content, 1, "train"))[1] == given
+    assert RoundRequest().record() == {} and RoundRequest.of({}) == RoundRequest()
+    for record in ({"round": "3"}, {"round": True}, {"final": 1}, {"state-dir": "x"}, {"keep": 1.0}):
+        with pytest.raises(BadRequest, match=f"{next(iter(record))} = .*one version of fedapp"):
+            RoundRequest.of(record)

@@ -23,6 +23,7 @@ from fedapp.reduce.reader import Policy
 from fedapp.reduce.robust import RobustClassMeans
 from fedapp.reduce.spec import ClassMean, Each, Mean, Query, Total, form_problem
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
+from fedapp.transport.request import RoundRequest
 from strategies._flower import FlowerStrategy
 from strategies._maths import Maths
 from strategies.base import Strategy
@@ -52,7 +53,7 @@ def test_a_class_with_an_aggregate_of_its_own_gets_single_replies_in_the_round_l
     manager: Any = SimpleNamespace(
         send_and_receive=lambda *given: iter(sent), require=lambda *given: None, nodes={}, infos={}
     )
-    new, _ = RoundLoop(strategy)._train(manager, state, 1, [0, 1, 2], {})
+    new, _ = RoundLoop(strategy)._train(manager, state, 1, [0, 1, 2], RoundRequest())
     assert new["seen"].tolist() == [0, 1, 2] and new["model"]["head.weight"].tolist() == [2.5]
     assert METHOD.reductions(BaseHParams()) == {} and METHOD.sums(BaseHParams()) is None
     assert METHOD.guarded_by(BaseHParams()) == ("rules", "count-cap")

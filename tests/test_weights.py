@@ -26,6 +26,7 @@ from fedapp.tasks import simulated
 from fedapp.tasks.node import Node
 from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.local_grid import LocalGrid
+from fedapp.transport.request import RoundRequest
 from tests.handmade import exchange
 from tests.own_nets import Net
 
@@ -231,7 +232,7 @@ def test_stored_weights_are_compared_among_the_clients_of_one_model() -> None:
 
     def clash(*clients: tuple[str, str]) -> str:
         grid = LocalGrid(client_app, from_flat({"method": "local"}).to_flat(), len(clients))
-        manager = ClientManager(grid, exchange(), {}, lambda event: None, queued=True)
+        manager = ClientManager(grid, exchange(), RoundRequest(), lambda event: None, queued=True)
         for number, (model, stored) in enumerate(clients):
             manager.infos[number] = ClientInfo(number, 9, model, 4, {}, {"weights": stored} if stored else {})
             manager.facts[number] = {"shape": "[1, 8, 8]", "width": 5}

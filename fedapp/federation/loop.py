@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from fedapp import sampling
@@ -17,10 +16,11 @@ from fedapp.federation.rollback import Earlier, WayBack, reset
 from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Query
 from fedapp.transport.client_manager import ClientManager, Dropped, RoundFailed, Spoiled, Traffic
+from fedapp.transport.request import RoundRequest
 from fedapp.transport.secure import SecureSums
 from strategies.base import Strategy
 
-Each: TypeAlias = Callable[[int], Mapping[str, Any] | None]
+Each: TypeAlias = Callable[[int, RoundRequest], RoundRequest | None]
 EVALUATED = 1024
 """Clients that are evaluated at a time: the payloads of more are not held together."""
 
@@ -72,6 +72,10 @@ class Callbacks:
         return state, server_round
 
 
+def _alike(client: int, request: RoundRequest) -> RoundRequest:
+    return request
+
+
 class RoundLoop(WayBack):
     """Runs the rounds of a strategy over the clients of a manager."""
 
@@ -79,7 +83,7 @@ class RoundLoop(WayBack):
         super().__init__(strategy)
         self.secure: SecureSums | None = None
         self.unseen: frozenset[int] = frozenset()
-        self.each: Each = lambda client: {}
+        self.each: Each = _alike
 
     def run(
         self,
@@ -91,20 +95,20 @@ class RoundLoop(WayBack):
         state: ServerState | None = None,
         previous: Earlier | None = None,
         callbacks: Callbacks | None = None,
-        control: Callable[[int], Mapping[str, Any]] = lambda server_round: {},
+        request: Callable[[int], RoundRequest] | None = None,
         evaluate_every: int = 0,
         final_training: bool = True,
         select: bool = False,
         unseen: Collection[int] = (),
         secure: SecureSums | None = None,
-        each: Each = lambda client: {},
+        each: Each = _alike,
     ) -> ServerState:
         """Run rounds `done + 1 .. rounds`, then `finalize`, and score all clients once.
 
         Parameters
         ----------
         state : state after round `done` (None: start with `init`).   previous : what was before it, if it is known.
-        control : values sent with the messages of a round, such as whether to measure the balanced score.
+        request : that of the messages of a round, such as whether to measure the balanced score.
         evaluate_every : n > 0: evaluate all clients every n rounds.
         final_training : whether each client trains one more round before an evaluation of all clients, from the model
             that it would receive next. All `trained` scores then have one age. Without it each client's last trained
@@ -113,7 +117,7 @@ class RoundLoop(WayBack):
         select : finalize and score what `callbacks.selected` returns. Evaluations between rounds then score only what
             clients receive, and there is one after the last round too.
 
-        each : evaluation overrides for one client; None skips it.
+        each : the request of an evaluation for one client, from that for all; None skips it.
         unseen : clients that take no part. After the last evaluation of all others each gets what `send` has for it.
         secure : session of secure aggregation; the server sees only the sum of the replies.
 
@@ -124,17 +128,20 @@ class RoundLoop(WayBack):
         self.unseen, self.each = frozenset(unseen), each
         self.secure = secure
         if secure is not None:
-            policy = dataclasses.replace(self.strategy.policy, share=lambda: secure.share)
+            policy = replace(self.strategy.policy, share=lambda: secure.share)
             self.strategy = self.strategy.under(policy)
         callbacks = callbacks or Callbacks()
-        train: dict[str, Any] = {"train": final_training}
-        between = {"received-only": True} if select else train
+        ask = request or (lambda server_round: replace(manager.request, round=server_round))
+
+        def between(server_round: int) -> RoundRequest:
+            return replace(ask(server_round), train=final_training and not select, received_only=select)
+
         self.strategy.context = context
         state = self.strategy.init(context) if state is None else state
         # If a run was interrupted between a checkpoint and the evaluation after it, the resumed run evaluates first.
         due = evaluate_every and done and done % evaluate_every == 0 and (done < rounds or select)
         if due and not callbacks.has_evaluation(done):
-            self._between(manager, state, done, {**control(done), **between}, callbacks)
+            self._between(manager, state, done, between(done), callbacks)
         for server_round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             manager.register()
@@ -142,18 +149,18 @@ class RoundLoop(WayBack):
             drawn = sampling.sample_clients(context.seed, server_round, there, share)
             ids, dropped = manager.without_silent(server_round, drawn)
             now = Earlier(server_round - 1, state, dict(manager.states))
-            values = dict(control(server_round))
+            asked = ask(server_round)
             while True:
                 try:
-                    new, result = self._train(manager, now.state, server_round, ids, values)
+                    new, result = self._train(manager, now.state, server_round, ids, asked)
                     break
                 except Spoiled as e:
                     if previous is None or not self.goes_back(manager):
                         raise
                     manager.states = dict(now.states)
                     now, how = self.way_back(previous)
-                    values |= reset(manager, now, server_round)
-                    now = dataclasses.replace(now, states=dict(manager.states))
+                    asked = replace(asked, back=reset(manager, now, server_round) or asked.back)
+                    now = replace(now, states=dict(manager.states))
                     callbacks.went_back(e, now, how)
                     dropped += e.dropped
             result.traffic.dropped[:0] = dropped
@@ -165,25 +172,26 @@ class RoundLoop(WayBack):
             result.seconds = time.perf_counter() - started
             proceed = callbacks.after_round(result, state)
             if evaluate_every and server_round % evaluate_every == 0 and (server_round < rounds or select):
-                self._between(manager, state, server_round, {**control(server_round), **between}, callbacks)
+                self._between(manager, state, server_round, between(server_round), callbacks)
             if not proceed:
                 rounds = server_round
                 break
         if select:
             state, rounds = callbacks.selected(state, rounds)
-        last = {"balanced": True, "final": True, **train}
+        last = replace(manager.request, balanced=True, final=True, train=final_training)
         try:
             state = self._end(manager, state, rounds, last, callbacks)
         except Spoiled as e:
             if previous is None or not self.goes_back(manager):
                 raise
             # No client has trained on the last update, so the fault shows only here. The round cannot be repeated.
-            again = reset(manager, previous, rounds + 1)
+            last = replace(last, back=reset(manager, previous, rounds + 1))
             callbacks.went_back(e, previous, "the one before it is scored")
-            state = self._end(manager, previous.state, rounds, {**last, **again}, callbacks, e.dropped)
+            state = self._end(manager, previous.state, rounds, last, callbacks, e.dropped)
         there = sorted(self.unseen & manager.nodes.keys())
         if there:
-            callbacks.after_evaluation(self._evaluate(manager, state, rounds, "unseen", {"unseen": True}, there))
+            asked = replace(manager.request, unseen=True)
+            callbacks.after_evaluation(self._evaluate(manager, state, rounds, "unseen", asked, there))
         return state
 
     def _end(
@@ -191,13 +199,13 @@ class RoundLoop(WayBack):
         manager: ClientManager,
         state: ServerState,
         rounds: int,
-        control: Mapping[str, Any],
+        request: RoundRequest,
         callbacks: Callbacks,
         dropped: Sequence[Dropped] = (),
     ) -> ServerState:
         """Return the final state, after the last scores of all clients; `dropped` are those of an attempt before."""
-        state = self.strategy.finalize(state, self._queries(manager, state, rounds, callbacks, control))
-        found = self._evaluate(manager, state, rounds, "final", control)
+        state = self.strategy.finalize(state, self._queries(manager, state, rounds, callbacks, request.back))
+        found = self._evaluate(manager, state, rounds, "final", request)
         if dropped:
             found.traffic.dropped[:0] = dropped
         callbacks.after_evaluation(found)
@@ -208,12 +216,12 @@ class RoundLoop(WayBack):
         manager: ClientManager,
         state: ServerState,
         server_round: int,
-        control: Mapping[str, Any],
+        request: RoundRequest,
         callbacks: Callbacks,
     ) -> None:
         """Evaluate all clients between two rounds."""
         try:
-            callbacks.after_evaluation(self._evaluate(manager, state, server_round, "evaluate", control))
+            callbacks.after_evaluation(self._evaluate(manager, state, server_round, "evaluate", request))
         except Spoiled as e:
             if not self.goes_back(manager):
                 raise
@@ -223,7 +231,7 @@ class RoundLoop(WayBack):
         return sorted(manager.nodes.keys() - self.unseen)
 
     def _train(
-        self, manager: ClientManager, state: ServerState, server_round: int, ids: list[int], control: Mapping[str, Any]
+        self, manager: ClientManager, state: ServerState, server_round: int, ids: list[int], request: RoundRequest
     ) -> tuple[ServerState, RoundResult]:
         strategy, robust = self.strategy, self.strategy.policy.robust
         result = RoundResult("train", server_round)
@@ -234,7 +242,7 @@ class RoundLoop(WayBack):
         check = strategy.checker(state, "train")
         if growth and self.secure is None:  # the length of every reply takes a pass over it
             check = soundness.bounded(check, initial, limit, strategy.reader.moves(state))
-        replies = self._asked(manager, "train", server_round, payloads, expected, state, check, result, control)
+        replies = self._asked(manager, "train", server_round, payloads, expected, state, check, result, request)
         good = _recorded(replies, result)
         if robust.rules or self.gone_back:
             # A rule holds for a number of clients. So all must have arrived before it begins.
@@ -270,16 +278,16 @@ class RoundLoop(WayBack):
         state: ServerState,
         check: Callable[[Reply], str | None],
         result: RoundResult,
-        control: Mapping[str, Any],
+        request: RoundRequest,
     ) -> Iterator[Reply]:
         """Send messages and yield the good replies, or with secure sums the one reply that stands for all of them."""
         strategy, secure, reader = self.strategy, self.secure, self.strategy.reader
         sums = strategy.method.sums(strategy.hparams) if secure else None
         template = {n: strategy.context.initial[n] for n in expected} | reader.further(kind, state) if sums else {}
         if secure is None or sums is None or not template:
-            return manager.send_and_receive(kind, server_round, payloads, expected, check, result.traffic, control)
+            return manager.send_and_receive(kind, server_round, payloads, expected, check, result.traffic, request)
         return secure.exchange(
-            kind, server_round, payloads, sums, template, check, result.traffic, control,
+            kind, server_round, payloads, sums, template, check, result.traffic, request,
             released(reader, kind, template),
         )  # fmt: skip
 
@@ -289,22 +297,22 @@ class RoundLoop(WayBack):
         state: ServerState,
         server_round: int,
         kind: str,
-        control: Mapping[str, Any],
+        request: RoundRequest,
         ids: Sequence[int] | None = None,
     ) -> RoundResult:
         """Score clients, by default all that take part, after `server_round`, with the payload of the next round."""
         result = RoundResult(kind, server_round)
-        values: dict[int, Mapping[str, Any]] = {}
+        request = replace(request, round=server_round + 1)
+        given = dict.fromkeys(ids or (), request)
         if ids is None:
-            found = ((c, self.each(c)) for c in self._taking_part(manager))
-            values = {c: differs for c, differs in found if differs is not None}
-        ids = list(values) if ids is None else list(ids)
-        control = {**control, "round": server_round + 1}
+            found = ((c, self.each(c, request)) for c in self._taking_part(manager))
+            given = {c: own for c, own in found if own is not None}
+        ids = list(given)
         for start in range(0, len(ids), EVALUATED):
             payloads = self.strategy.send_each(state, server_round + 1, ids[start : start + EVALUATED])
             replies = manager.send_and_receive(
-                "evaluate", server_round, payloads, {}, _no_arrays, result.traffic, control,
-                each=lambda c: values.get(c, {}),
+                "evaluate", server_round, payloads, {}, _no_arrays, result.traffic, request,
+                each=lambda client, request: given[client],
             )  # fmt: skip
             for _ in _recorded(replies, result):
                 pass
@@ -318,16 +326,15 @@ class RoundLoop(WayBack):
         state: ServerState,
         server_round: int,
         callbacks: Callbacks,
-        last: Mapping[str, Any],
+        back: int,
     ) -> Query:
-        back = {name: value for name, value in last.items() if name == "back"}
+        request = replace(manager.request, round=server_round + 1, back=back)
 
         def ask(stage: str, payload: Payload) -> Iterator[Reply]:
             result = RoundResult(stage, server_round)
             payloads = ((c, payload) for c in self._taking_part(manager))
-            control = {"round": server_round + 1, **back}
             check = self.strategy.checker(state, stage)
-            replies = self._asked(manager, stage, server_round, payloads, {}, state, check, result, control)
+            replies = self._asked(manager, stage, server_round, payloads, {}, state, check, result, request)
             yield from _recorded(replies, result)
             result.seconds = result.traffic.seconds
             manager.require(result.traffic, server_round)

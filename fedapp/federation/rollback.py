@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from fedapp.core.robust import changes_bounded
 from fedapp.learning.state import KEPT
@@ -93,13 +92,13 @@ class WayBack:
         return [dataclasses.replace(r, arrays={**r.arrays, **new}) for r, new in zip(replies, found, strict=True)]
 
 
-def reset(manager: ClientManager, to: Earlier, server_round: int) -> dict[str, Any]:
-    """Let the clients go back too, and return what messages of `server_round` tell them of it.
+def reset(manager: ClientManager, to: Earlier, server_round: int) -> int:
+    """Let the clients go back too, and return the `RoundRequest.back` of messages of `server_round`.
 
     What a client made of a spoiled model is spoiled. It keeps few of its states, though; where it has none so old any
     more it goes on from its last one.
     """
     if to.round and server_round - to.round >= KEPT:
-        return {}
+        return 0
     manager.states = dict(to.states)
-    return {"back": to.round + 1}
+    return to.round + 1

@@ -9,12 +9,13 @@ a sample of the clients, which is drawn once for a run by its seed and stated in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedapp import sampling
 from fedapp.config import RunConfig
 from fedapp.data.partitions import UNION
+from fedapp.transport.request import RoundRequest
 
 FEW = 500
 """Clients up to which all train once more for their scores."""
@@ -49,16 +50,15 @@ class Scoring:
     retrains: bool
     receives: bool
 
-    def each(self, client: int) -> Mapping[str, Any] | None:
-        """Return how an evaluation of this client differs from that of all clients; None: it is not evaluated."""
-        values: dict[str, Any] = {} if self.images == UNION else {"balanced-images": self.images}
-        if client not in self.balanced:
-            values["balanced"] = False
-        if client not in self.finalists:
-            if self.retrains and not self.receives:
-                return None
-            values |= {"tune": False} | ({"train": False, "received-only": True} if self.retrains else {})
-        return values
+    def each(self, client: int, request: RoundRequest) -> RoundRequest | None:
+        """Return the request of an evaluation for this client, from that for all; None: the client is not evaluated."""
+        images = 0 if self.images == UNION else self.images
+        request = replace(request, balanced=request.balanced and client in self.balanced, balanced_images=images)
+        if client in self.finalists:
+            return request
+        if self.retrains:
+            request = replace(request, train=False, received_only=True)
+        return None if self.retrains and not self.receives else replace(request, tune=False)
 
     def stated(self) -> dict[str, Any]:
         """Return the summary's entry; nothing where all clients are scored by everything."""

@@ -19,7 +19,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +29,7 @@ from flwr.serverapp import Grid
 
 from fedapp import process
 from fedapp.errors import BadRequest, counted, one_line, plain
-from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
+from fedapp.method import ClientInfo, Method, Payload, Reply
 from fedapp.settings import FederationSettings
 from fedapp.transport import roster as rosters
 from fedapp.transport import virtual
@@ -56,6 +56,7 @@ from fedapp.transport.boundary import (
 )
 from fedapp.transport.offences import Blocked, Offence, Offences
 from fedapp.transport.records import Encoder, Part, Records, group_of, parts, sealed, together
+from fedapp.transport.request import RoundRequest
 from fedapp.transport.virtual import MANY, Member
 
 Event = Callable[[dict[str, Any]], None]
@@ -152,7 +153,7 @@ class ClientManager:
     Parameters
     ----------
     grid : Flower's grid.   settings : timeouts and shares, resolved.
-    control : values sent with every message (the run's token, the shared folder, ...).
+    request : what every message of the run says (its token, the shared folder, ...).
     event : receives progress events (plain dicts with a `kind`).
     roster : reads which node is which client. None = the first node that is online holds a client id.
     max_abs : largest value in heads and in means of representations.
@@ -178,7 +179,7 @@ class ClientManager:
         self,
         grid: Grid,
         settings: FederationSettings,
-        control: Mapping[str, Scalar],
+        request: RoundRequest,
         event: Event = lambda e: None,
         roster: Callable[[], Mapping[int, rosters.Admitted] | None] = lambda: None,
         *,
@@ -195,7 +196,7 @@ class ClientManager:
         self.settings, self.queued = settings, queued
         self._max_abs, self._metrics, self._scored, self._restart = max_abs, metrics, scored, restart
         self._poll, self._slowest = poll
-        self.control = dict(control)
+        self.request = request
         self.event = event
         self.nodes: dict[int, int] = {}
         self.infos: dict[int, ClientInfo] = {}
@@ -407,7 +408,7 @@ class ClientManager:
         """Push the requests; a node whose request the SuperLink did not accept counts as not seen."""
         if not nodes:
             return
-        content, _ = self._encoder.content(Payload(), {**self.control, "round": 0})
+        content, _ = self._encoder.content(Payload(), self.request)
         requests = [Message(content, n, "query.register", group_id=group_of(0, FACTS_SIZE)) for n in nodes]
         ids = push(self.grid, requests)
         for node, message_id in zip(nodes, ids, strict=True):
@@ -471,7 +472,7 @@ class ClientManager:
 
     def count(self) -> int:
         """Return how many clients a simulation has where only Flower knows it: one for each of its nodes."""
-        return int(self._introduced([(0, {})])[0].info.get("partitions", 0))
+        return int(self._introduced({0: self.request})[0].info.get("partitions", 0))
 
     def enrol(self, members: Sequence[Member], by_size: bool = False) -> list[ClientInfo]:
         """Take the clients of a simulation as configuration and partition say. Few of them are asked, in their place.
@@ -488,12 +489,13 @@ class ClientManager:
         """
         there = [m for m in members if m.client not in self.offences.blocked]
         self._expected = len(members)
-        self.control["clients"] = len(members)
+        self.request = replace(self.request, clients=len(members))
         if not there:
             raise BadRequest("every client of this run is blocked (blocked.csv says why): start a new run")
         answers = virtual.asked(there, by_size)
         chosen = sorted({*answers.values(), *virtual.smallest(there)})
-        registrations = dict(zip(chosen, self._introduced([(c, {"client": c}) for c in chosen]), strict=True))
+        requests = {c: replace(self.request, client=c) for c in chosen}
+        registrations = dict(zip(chosen, self._introduced(requests), strict=True))
         for m in there:
             registration = registrations[answers[m.client]]
             if m.client in registrations:
@@ -520,8 +522,8 @@ class ClientManager:
         """Whether each client of a simulation needs a node of its own, and there are too few."""
         return not self.several and len(self._hosts) < self._expected
 
-    def _introduced(self, asked: Sequence[tuple[int, Mapping[str, Scalar]]]) -> list[Registration]:
-        """Ask clients of a simulation who they are, by id with the further values of the request."""
+    def _introduced(self, asked: Mapping[int, RoundRequest]) -> list[Registration]:
+        """Ask clients of a simulation who they are, by id."""
         started = told = time.monotonic()
         limit = self.settings.wait_timeout
         while not (nodes := sorted(self.grid.get_node_ids())) or nodes != self._hosts or self._few():
@@ -539,21 +541,20 @@ class ClientManager:
                 told = now
                 self.event({"kind": "waiting", "text": "waiting for Flower's nodes"})
             time.sleep(self._poll)
-        values = dict(asked)
 
         def request(batch: Sequence[int]) -> Message:
-            content, _ = self._encoder.content(Payload(), {**self.control, "round": 0, **values[batch[0]]})
+            content, _ = self._encoder.content(Payload(), asked[batch[0]])
             return Message(content, self._host(batch), "query.register")
 
         found: dict[int, Registration] = {}
-        for batch, reply in self._raw([[c] for c in values], request, limit, self._underway(len(self._hosts))):
+        for batch, reply in self._raw([[c] for c in asked], request, limit, self._underway(len(self._hosts))):
             try:
                 found[batch[0]] = self._registration(self._host(batch), reply)
             except BadRequest as e:
                 raise BadRequest(one_line(e)) from e
-        if missing := sorted(values.keys() - found.keys()):
+        if missing := sorted(asked.keys() - found.keys()):
             raise BadRequest(f"gave up after {limit:g} s: client {missing[0]} has not answered; change wait-timeout")
-        return [found[c] for c in values]
+        return [found[c] for c in asked]
 
     def _host(self, batch: Sequence[int]) -> int:
         """Return the node of a message. Clients of a simulation have none of their own if there are more of them."""
@@ -636,19 +637,19 @@ class ClientManager:
         expected: Mapping[str, tuple[int, ...]],
         check: Callable[[Reply], str | None],
         traffic: Traffic,
-        control: Mapping[str, Scalar] | None = None,
+        request: RoundRequest | None = None,
         timeout: float | None = None,
         raw: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
-        each: Callable[[int], Mapping[str, Scalar]] = lambda client: {},
+        each: Callable[[int, RoundRequest], RoundRequest] = lambda client, request: request,
     ) -> Iterator[Reply]:
         """Send messages to clients and yield the good replies in the order of the client ids.
 
         On real nodes each client gets a message of its own. In a simulation of many clients several share one, so that
         what they all get is encoded and sent once for all of them.
 
-        `each` gives further control values of one client. `server_round` is the round that records and errors name. A
-        client restores the state that it had before the round named in its message; if that is another round, `control`
-        contains it. With `raw` (`Contract.raw`) replies hold what secure sums consist of.
+        `each` changes the request to one client; without `request` it is that of all messages, in `server_round`, which
+        records and errors name. A client restores the state that it had before the round of its request. With `raw`
+        (`Contract.raw`) replies hold what secure sums consist of.
 
         A reply is held back until the replies of all lower ids have arrived or failed, so that sums are added up in the
         same order, no matter which client ends first. In a simulation the clients with the most data start first, so
@@ -660,7 +661,7 @@ class ClientManager:
         Afterwards `traffic` says which clients got a message, answered or were dropped.
         """
         started = time.perf_counter()
-        extra = {**self.control, "round": server_round, **(control or {})}
+        common = replace(self.request, round=server_round) if request is None else request
         limit = self.settings.round_timeout if timeout is None else timeout
         # A message expires when nobody waits for its reply any more, so that it does not keep a slow node busy. The
         # extra minute allows for clocks that differ. Virtual clients take turns, so their messages do not expire.
@@ -674,11 +675,12 @@ class ClientManager:
         groups = {c: kinds.setdefault(sent, sent) for c, sent in ((c, _content(p)) for c, p in given.items())}
 
         def content(client: int) -> Records:
-            digest, binds = self.states.get(client, ("", False))
-            known: dict[str, Scalar] = {"state": digest, "state-binds": binds} if digest else {}
-            known |= {"releases": self.released[client]} if client in self.released else {}
-            whose: dict[str, Scalar] = {"client": client} if self._hosts else {}
-            found, size = encoder.records(given.pop(client), {**extra, **each(client), **known, **whose})
+            digest, binds = self.states.get(client, ("", True))
+            known = replace(
+                each(client, common), client=client if self._hosts else -1, state=digest,
+                state_binds=binds or not digest, releases=self.released.get(client, 0),
+            )  # fmt: skip
+            found, size = encoder.records(given.pop(client), known)
             traffic.down += size
             return found
 

@@ -17,8 +17,9 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedapp.method import Array, Arrays, Payload, Scalar
+from fedapp.transport.request import RoundRequest
 
-ARRAYS, SCALARS, CONTROL, METRICS, INFO = "arrays", "scalars", "control", "metrics", "info"
+ARRAYS, SCALARS, REQUEST, METRICS, INFO = "arrays", "scalars", "request", "metrics", "info"
 CAST = "cast"
 OF = "@"
 """Stands between the name of a record of arrays and the id of the client that it belongs to, in messages to several."""
@@ -152,19 +153,19 @@ class Encoder:
             self._known[id(array)] = found
         return found[1]
 
-    def content(self, payload: Payload, control: Mapping[str, Scalar]) -> tuple[RecordDict, int]:
+    def content(self, payload: Payload, request: RoundRequest) -> tuple[RecordDict, int]:
         """Return the content of a message, and the bytes of its arrays as they are sent."""
-        records, size = self.records(payload, control)
+        records, size = self.records(payload, request)
         return sealed(records), size
 
-    def records(self, payload: Payload, control: Mapping[str, Scalar]) -> tuple[Records, int]:
+    def records(self, payload: Payload, request: RoundRequest) -> tuple[Records, int]:
         """Return what the message to a client holds, and the bytes of its arrays as they are sent."""
         arrays = {name: self.common(a) for name, a in payload.common.items()}
         kind = _Shared if self.shared else FlowerArray
         arrays.update({name: encoded(a, self.wire_dtype, kind) for name, a in payload.arrays.items()})
         casts = {n: str(a.dtype) for n, a in payload.all().items() if str(a.dtype) != arrays[n].dtype}
-        header = {**control, CAST: json.dumps(casts)}
-        records = Records({ARRAYS: arrays}, {}, {SCALARS: dict(payload.scalars), CONTROL: header})
+        header = {**request.record(), CAST: json.dumps(casts)}
+        records = Records({ARRAYS: arrays}, {}, {SCALARS: dict(payload.scalars), REQUEST: header})
         return records, sum(wire_bytes(a) for a in arrays.values())
 
 
@@ -248,20 +249,21 @@ def parts(content: RecordDict) -> dict[int, Part]:
     return {client: Part(Records({ARRAYS: arrays}, *of)) for client, (arrays, *of) in found.items()}
 
 
-def payload_of(message: Message | Part, checked: bool = False) -> tuple[Payload, dict[str, Any]]:
-    """Decode a message of the server: the payload, whose arrays nobody else has, and the control values.
+def payload_of(message: Message | Part, checked: bool = False) -> tuple[Payload, RoundRequest]:
+    """Decode a message of the server: the payload, whose arrays nobody else has, and the request.
 
     Parameters
     ----------
     checked : headers and sizes of its arrays are known to be right, as in a message of a simulation.
     """
     content = message.content
-    control = dict(content.config_records.get(CONTROL, {}))
-    casts = str(control.pop(CAST, "{}"))
+    header = dict(content.config_records.get(REQUEST, {}))
+    casts = str(header.pop(CAST, "{}"))
+    request = RoundRequest.of(header)
     arrays = arrays_of(content.array_records.get(ARRAYS, {}), casts, checked)
     if checked:
         arrays = {name: a.copy() for name, a in arrays.items()}
-    return Payload(arrays=arrays, scalars=dict(content.config_records.get(SCALARS, {}))), control  # type: ignore[arg-type]
+    return Payload(arrays=arrays, scalars=dict(content.config_records.get(SCALARS, {}))), request  # type: ignore[arg-type]
 
 
 def reply_records(

@@ -51,6 +51,7 @@ from fedapp.core.secure_sum import (
 from fedapp.method import Array, Arrays, Payload, Reply, Scalar, Sums
 from fedapp.transport.client_manager import WITHOUT_DATA, ClientManager, RoundFailed, Traffic
 from fedapp.transport.identity import PROOF, Identity, unproved
+from fedapp.transport.request import RoundRequest
 
 PREFIX = "secure/"
 KEYS, PROOFS, IDS, DIGEST, SHARES, HIDDEN, CODES = (
@@ -296,7 +297,7 @@ class SecureSums:
         template: Mapping[str, Array],
         check: Callable[[Reply], str | None],
         traffic: Traffic,
-        control: Mapping[str, Scalar],
+        request: RoundRequest,
         released: Released | None = None,
     ) -> Iterator[Reply]:
         """Send one message to each client and yield one reply in place of all that arrived.
@@ -326,7 +327,7 @@ class SecureSums:
                 limit = min(limit or PATIENCE, PATIENCE)
             part = Traffic()
             yield from self.manager.send_and_receive(
-                stage, server_round, messages.items(), {}, lambda reply: None, part, control, limit, raw
+                stage, server_round, messages.items(), {}, lambda reply: None, part, request, limit, raw
             )
             traffic.down, traffic.up = traffic.down + part.down, traffic.up + part.up
             traffic.dropped += part.dropped
@@ -348,7 +349,7 @@ class SecureSums:
                 self.keys[reply.client] = key, reply.arrays[PROOFS].tobytes()
         ids = sorted(c for c in given if c in self.keys)
         least = self._enough(server_round, len(ids), len(ids), traffic)
-        collector = Collector(f"{self.manager.control.get('run', '')}/{kind}/{os.urandom(16).hex()}", ids, least)
+        collector = Collector(f"{self.manager.request.run}/{kind}/{os.urandom(16).hex()}", ids, least)
         named: dict[str, Scalar] = {EXCHANGE: collector.tag}
         everybody = {IDS: _numbers(ids)} | {
             name: np.stack([_bytes(self.keys[c][i]) for c in ids]) for i, name in enumerate((KEYS, PROOFS))

@@ -1,0 +1,69 @@
+"""The server's request beside a payload: the round, and what the client does in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fedapp.errors import BadRequest
+from fedapp.method import Scalar
+
+
+@dataclass(frozen=True)
+class RoundRequest:
+    """The request to one client, the same form in every message.
+
+    Attributes
+    ----------
+    run : token of the run; empty: the client stores nothing.   round : number of the round; 0 = registration.
+    client : id of the client in a simulation, -1 on real nodes.   clients : number of clients of a simulation.
+    state_dir, models_dir : folders of the clients' states and final models in a simulation.
+    state : digest of the state that the client stored in its last round that counted.
+    state_binds : whether the next training starts from that state.
+    releases : noised releases that the client has stated.
+    back : n > 0: the client restores its state before round n.
+    keep : n > 0: the client keeps its state of round n.
+    balanced, balanced_images : whether the balanced score is measured, and on how many images at most (0: on all).
+    train : an evaluation trains one more round and scores the result.
+    received_only : an evaluation scores the received model alone.
+    final : this is the last evaluation of the run.   tune : the client fine-tunes in it, if its method does.
+    unseen : the client took no part in the training.
+    """
+
+    run: str = ""
+    round: int = 0
+    client: int = -1
+    clients: int = 0
+    state_dir: str = ""
+    models_dir: str = ""
+    state: str = ""
+    state_binds: bool = True
+    releases: int = 0
+    back: int = 0
+    keep: int = 0
+    balanced: bool = False
+    balanced_images: int = 0
+    train: bool = False
+    received_only: bool = False
+    final: bool = False
+    tune: bool = True
+    unseen: bool = False
+
+    def record(self) -> dict[str, Scalar]:
+        """Return the values of a message's record; those at their defaults are left out."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> RoundRequest:
+        """Return the request of a message's record.
+
+        Raises
+        ------
+        BadRequest : the record holds an unknown value, or one of another type.
+        """
+        types = {f.name: type(f.default) for f in fields(cls)}
+        for name, value in record.items():
+            if type(value) is not types.get(name):
+                raise BadRequest(f"the server's request has {name} = {value!r}: use one version of fedapp everywhere")
+        return cls(**record)
