@@ -69,10 +69,11 @@ from fedapp.tasks import identity as identities
 from fedapp.tasks import scoring
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, roster
-from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled
+from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.offences import Offences
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.secure import Opened, SecureSums
+from fedapp.transport.traffic import RoundFailed, Spoiled
 from fedapp.transport.virtual import Member
 from strategies.base import Strategy
 

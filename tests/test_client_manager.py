@@ -24,11 +24,12 @@ from fedapp.federation.loop import _no_arrays
 from fedapp.method import Payload, Reply
 from fedapp.tasks.simulated import federated
 from fedapp.transport import client_manager
-from fedapp.transport.client_manager import ClientManager, RoundFailed
+from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.offences import Blocked
 from fedapp.transport.records import INFO, METRICS
 from fedapp.transport.request import RoundRequest
+from fedapp.transport.traffic import RoundFailed
 from fedapp.transport.virtual import Member
 from tests.handmade import exchange
 

@@ -29,7 +29,7 @@ from fedapp.learning.state import ClientStore, StateError
 from fedapp.learning.training import train
 from fedapp.method import Reply
 from fedapp.models import build_model
-from fedapp.transport.client_manager import RoundFailed
+from fedapp.transport.traffic import RoundFailed
 from tests.handmade import short
 from tests.test_nodes import THREE, start
 from tests.test_private_runs import ledgers

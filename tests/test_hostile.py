@@ -44,6 +44,7 @@ from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, R
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid, _identify
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_records, sealed
 from fedapp.transport.request import RoundRequest
+from fedapp.transport.traffic import Traffic
 from fedapp.transport.virtual import Member
 from tests.handmade import exchange
 from tests.liars import Forge, Lie, federate, forged, often
@@ -699,7 +700,7 @@ def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.Monkey
     manager = client_manager.ClientManager(grid, exchange(min_replies=0.5), RoundRequest(), lambda e: None)
     manager.gather(4)
     reply = make_message(message(honest()).metadata, error=Error(boundary.UNREADABLE, "its reply is no message"))
-    traffic = client_manager.Traffic()
+    traffic = Traffic()
     assert manager._checked(reply, CONTRACT, 1, lambda r: None, traffic, 0) is None
     assert 1 in manager.offences.blocked and traffic.dropped[0].reason == "its reply is no message"
     with pytest.raises(BadRequest, match="its reply is no message"):

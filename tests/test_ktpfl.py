@@ -26,7 +26,7 @@ from fedapp.method import ClientInfo, Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model, selection
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
-from fedapp.transport.client_manager import RoundFailed
+from fedapp.transport.traffic import RoundFailed
 from strategies.ktpfl import METHOD, KTpFL, gradient, mixing, self_scaled
 from tests.handmade import (
     DIGITS_BYTES,

@@ -19,8 +19,8 @@ from fedapp.config import from_flat
 from fedapp.engines.local import RunResult, run
 from fedapp.learning.state import ClientStore, Expected, StateError, read_safetensors
 from fedapp.transport import checkpoint
-from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.local_grid import LocalGrid
+from fedapp.transport.traffic import RoundFailed
 
 Tiny = Callable[..., RunResult]
 Between = Callable[[Path, int], None]

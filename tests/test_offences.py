@@ -23,9 +23,9 @@ from fedapp.federation.loop import RoundLoop
 from fedapp.learning.state import ClientStore, read_safetensors
 from fedapp.method import Reply, ServerContext
 from fedapp.transport import checkpoint
-from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.offences import STRIKES, Blocked, Offence, Offences
 from fedapp.transport.records import ARRAYS, INFO, METRICS
+from fedapp.transport.traffic import RoundFailed
 from strategies.base import Strategy
 from tests.liars import Lie, change_arrays, federate
 from tests.test_robust import QUICK, largest, state_after

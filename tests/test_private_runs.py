@@ -24,7 +24,7 @@ from fedapp.method import Reply
 from fedapp.models import build_model
 from fedapp.tasks import simulated
 from fedapp.tasks.node import Node, node_task
-from fedapp.transport.client_manager import RoundFailed
+from fedapp.transport.traffic import RoundFailed
 from tests.test_nodes import THREE, share, start
 
 Tiny = Callable[..., RunResult]

@@ -21,8 +21,8 @@ from fedapp.errors import BadRequest
 from fedapp.learning.releases import Ledger
 from fedapp.method import Reply
 from fedapp.tasks.node import Node
-from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.secure import HIDDEN, in_sum
+from fedapp.transport.traffic import RoundFailed
 from tests.test_nodes import THREE, start
 from tests.test_nodes import share as share_of_data
 from tests.test_secure_sums import go, gone, sites, state_of

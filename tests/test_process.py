@@ -18,8 +18,8 @@ from fedapp import process, server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.transport import client_manager as federation
-from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.local_grid import LocalGrid
+from fedapp.transport.traffic import RoundFailed
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.00 GiB"
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"

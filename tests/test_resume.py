@@ -145,7 +145,7 @@ def test_a_table_that_a_kill_cut_off_does_not_stop_a_resume(damage: str, tmp_pat
 
 
 def test_a_later_fault_of_the_server_is_not_blamed_on_an_earlier_client(tmp_path: Path) -> None:
-    from fedapp.transport.client_manager import RoundFailed
+    from fedapp.transport.traffic import RoundFailed
     from tests.test_client_manager import FAULTS, Faulty
 
     values = {

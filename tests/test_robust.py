@@ -22,8 +22,9 @@ from fedapp.errors import BadRequest
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
 from fedapp.transport import checkpoint
-from fedapp.transport.client_manager import ClientInfo, ClientManager, RoundFailed
+from fedapp.transport.client_manager import ClientInfo, ClientManager
 from fedapp.transport.records import INFO, METRICS
+from fedapp.transport.traffic import RoundFailed
 from fedapp.transport.virtual import Member
 from strategies._composition import outer_guards
 from tests.handmade import guard

@@ -25,7 +25,7 @@ from fedapp.models import selection
 from fedapp.results.directory import accuracy_summary
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
-from fedapp.transport.client_manager import RoundFailed
+from fedapp.transport.traffic import RoundFailed
 
 Tiny = Callable[..., RunResult]
 

@@ -25,10 +25,10 @@ from fedapp.errors import BadRequest
 from fedapp.method import Array, Arrays, Reply, Sums
 from fedapp.tasks.node import Node
 from fedapp.transport import checkpoint, client_manager, roster, secure
-from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.identity import PROOF, Identity
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.secure import HIDDEN, additive, restored, shapes_of
+from fedapp.transport.traffic import RoundFailed
 from strategies.base import Strategy
 from tests.handmade import refusal
 

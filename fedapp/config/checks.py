@@ -23,7 +23,7 @@ from fedapp.method import BaseHParams, Method
 from fedapp.models import MODEL_NAMES, check_form, is_own, own
 from fedapp.settings import unless_auto
 from fedapp.settings.evaluation import ALWAYS, CONFUSION, PROTOCOLS, share_of, whole_numbers
-from fedapp.transport.client_manager import needed_replies
+from fedapp.transport.traffic import needed_replies
 
 OR_OWN = ", or name your own as package.module:function"
 _FEDERATION = re.compile(r"\A[a-z0-9-]{1,64}\Z")

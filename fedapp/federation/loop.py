@@ -15,9 +15,10 @@ from fedapp.federation.releases import released
 from fedapp.federation.rollback import Earlier, WayBack, reset
 from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Query
-from fedapp.transport.client_manager import ClientManager, Dropped, RoundFailed, Spoiled, Traffic
+from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.secure import SecureSums
+from fedapp.transport.traffic import Dropped, RoundFailed, Spoiled, Traffic
 from strategies.base import Strategy
 
 Each: TypeAlias = Callable[[int, RoundRequest], RoundRequest | None]

@@ -19,7 +19,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -57,6 +57,7 @@ from fedapp.transport.boundary import (
 from fedapp.transport.offences import Blocked, Offence, Offences
 from fedapp.transport.records import Encoder, Part, Records, group_of, parts, sealed, together
 from fedapp.transport.request import RoundRequest
+from fedapp.transport.traffic import Dropped, RoundFailed, Spoiled, Traffic, needed_replies
 from fedapp.transport.virtual import MANY, Member
 
 Event = Callable[[dict[str, Any]], None]
@@ -96,55 +97,6 @@ WITHOUT_DATA = ("query.keys", "query.shares", "query.agree", "query.unmask")
 """Messages of secure sums that a client answers without its data; it states no samples."""
 _DIGITS = re.compile(r"\d")
 _DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
-
-
-class RoundFailed(RuntimeError):
-    """A round had fewer good replies, or the run fewer clients, than the settings require."""
-
-    def __init__(self, message: str, server_round: int) -> None:
-        super().__init__(message)
-        self.round = server_round
-
-
-class Spoiled(RoundFailed):
-    """The replies that are missing had values out of range, or NaN in the training: what was sent may be spoiled.
-
-    Attributes
-    ----------
-    reason : the message without what can be done about it.   dropped : the replies that did not count.
-    """
-
-    def __init__(self, message: str, server_round: int, dropped: Sequence[Dropped] = ()) -> None:
-        remedy = "lower lr or the method's own learning rate, or set clip"
-        super().__init__(f"{message}. Most often the training diverged: {remedy}", server_round)
-        self.reason = message
-        self.dropped = list(dropped)
-
-
-@dataclass(frozen=True)
-class Dropped(Offence):
-    """A reply that was not used."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a plain dict."""
-        return vars(self).copy()
-
-
-@dataclass
-class Traffic:
-    """Traffic of one exchange: bytes of arrays on the wire, summed over clients, and who answered or was dropped.
-
-    `bad` are those of the dropped whose values were out of range; `diverged` those whose training gave NaN.
-    """
-
-    messaged: list[int] = field(default_factory=list)
-    answered: list[int] = field(default_factory=list)
-    down: int = 0
-    up: int = 0
-    dropped: list[Dropped] = field(default_factory=list)
-    bad: list[Offence] = field(default_factory=list)
-    diverged: int = 0
-    seconds: float = 0.0
 
 
 class ClientManager:
@@ -978,11 +930,6 @@ class ClientManager:
                 f"(min-clients); blocked are {blocked}",
                 server_round,
             )
-
-
-def needed_replies(share: float, messages: int) -> int:
-    """Return how many good replies a round with that many messages needs, where a share of them is enough."""
-    return max(1, math.ceil(share * messages - 1e-9))
 
 
 def _content(payload: Payload) -> tuple[Any, ...]:

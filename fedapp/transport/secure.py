@@ -49,9 +49,10 @@ from fedapp.core.secure_sum import (
     usable,
 )
 from fedapp.method import Array, Arrays, Payload, Reply, Scalar, Sums
-from fedapp.transport.client_manager import WITHOUT_DATA, ClientManager, RoundFailed, Traffic
+from fedapp.transport.client_manager import WITHOUT_DATA, ClientManager
 from fedapp.transport.identity import PROOF, Identity, unproved
 from fedapp.transport.request import RoundRequest
+from fedapp.transport.traffic import RoundFailed, Traffic
 
 PREFIX = "secure/"
 KEYS, PROOFS, IDS, DIGEST, SHARES, HIDDEN, CODES = (

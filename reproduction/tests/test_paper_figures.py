@@ -13,7 +13,7 @@ from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from fedapp.results.figures.pieces import Curve
 from fedapp.results.figures.plots import sweep
-from fedapp.transport.client_manager import RoundFailed
+from fedapp.transport.traffic import RoundFailed
 from reproduction.figures import calibration, maps, papers, plots
 
 PAGE = Path(__file__).parents[2] / "docs" / "figures.md"

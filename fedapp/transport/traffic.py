@@ -1,0 +1,64 @@
+"""What an exchange leaves behind: bytes, who answered, replies that do not count, and the failure of a round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedapp.transport.offences import Offence
+
+
+class RoundFailed(RuntimeError):
+    """A round had fewer good replies, or the run fewer clients, than the settings require."""
+
+    def __init__(self, message: str, server_round: int) -> None:
+        super().__init__(message)
+        self.round = server_round
+
+
+class Spoiled(RoundFailed):
+    """The replies that are missing had values out of range, or NaN in the training: what was sent may be spoiled.
+
+    Attributes
+    ----------
+    reason : the message without what can be done about it.   dropped : the replies that did not count.
+    """
+
+    def __init__(self, message: str, server_round: int, dropped: Sequence[Dropped] = ()) -> None:
+        remedy = "lower lr or the method's own learning rate, or set clip"
+        super().__init__(f"{message}. Most often the training diverged: {remedy}", server_round)
+        self.reason = message
+        self.dropped = list(dropped)
+
+
+@dataclass(frozen=True)
+class Dropped(Offence):
+    """A reply that was not used."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a plain dict."""
+        return vars(self).copy()
+
+
+@dataclass
+class Traffic:
+    """Traffic of one exchange: bytes of arrays on the wire, summed over clients, and who answered or was dropped.
+
+    `bad` are those of the dropped whose values were out of range; `diverged` those whose training gave NaN.
+    """
+
+    messaged: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
+    down: int = 0
+    up: int = 0
+    dropped: list[Dropped] = field(default_factory=list)
+    bad: list[Offence] = field(default_factory=list)
+    diverged: int = 0
+    seconds: float = 0.0
+
+
+def needed_replies(share: float, messages: int) -> int:
+    """Return how many good replies a round with that many messages needs, where a share of them is enough."""
+    return max(1, math.ceil(share * messages - 1e-9))
