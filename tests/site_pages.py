@@ -22,6 +22,9 @@ GUIDES: dict[str, dict[str, dict[str, str]]] = {
     "Get started": {
         "": {
             "Install": "installing.md",
+            "Tutorial: pictures": "tutorials/pictures.md",
+            "Tutorial: sensors": "tutorials/sensors.md",
+            "Tutorial: a table": "tutorials/table.md",
         },
     },
     "Guides": {

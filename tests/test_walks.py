@@ -1,4 +1,4 @@
-"""The walks of docs/own-data.md: scripts, settings, commands and what they print are read from the page and tried out.
+"""The tutorials and docs/own-data.md: scripts, settings, commands and printed texts are read from the pages and tried.
 
 A block of code is a file with the name that stands before it, a `console` block holds commands, and a `text` block is
 what the commands before it have printed.
@@ -22,15 +22,15 @@ from fedapp import cli
 from fedapp.results.runs import read_run
 from tests.test_report import Page
 
-TEXT = (Path(__file__).parent.parent / "docs" / "own-data.md").read_text(encoding="utf-8")
-SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]}
-WALKS = [title for title in SECTIONS if title[0].isdigit()]
-METHODS = {"1": "fedclassavg", "2": "lgfedavg", "3": "fedavg"}
+DOCS = Path(__file__).parent.parent / "docs"
+METHODS = {"pictures": "fedclassavg", "sensors": "lgfedavg", "table": "fedavg"}
+TUTORIALS = {name: (DOCS / "tutorials" / f"{name}.md").read_text(encoding="utf-8") for name in METHODS}
+TEXT = (DOCS / "own-data.md").read_text(encoding="utf-8")
 
 
-def blocks(section: str) -> Iterator[tuple[str, str, str]]:
+def blocks(text: str) -> Iterator[tuple[str, str, str]]:
     """Yield the text before each block of code, its language, and its lines."""
-    yield from re.findall(r"(.*?)^```(\w+)\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE)
+    yield from re.findall(r"(.*?)^```(\w+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def tried(command: str, rounds: int = 0) -> str:
@@ -48,11 +48,11 @@ def tried(command: str, rounds: int = 0) -> str:
     return done.stdout
 
 
-def walk(section: str, rounds: int = 0) -> list[str]:
-    """Do what a section says in the current folder; return its commands."""
+def walk(text: str, rounds: int = 0) -> list[str]:
+    """Do what a text says in the current folder; return its commands."""
     commands: list[str] = []
     printed = ""
-    for before, language, body in blocks(section):
+    for before, language, body in blocks(text):
         if language == "console":
             for command in body.splitlines():
                 printed = tried(command, rounds)
@@ -72,13 +72,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-SHORT = [(WALKS[1], 1), *(pytest.param(title, 1, marks=pytest.mark.full) for title in WALKS[2:])]
-FULL = [pytest.param(title, 0, marks=pytest.mark.slow) for title in WALKS]
+SHORT = [("sensors", 1), pytest.param("table", 1, marks=pytest.mark.full)]
+FULL = [pytest.param(name, 0, marks=pytest.mark.slow) for name in TUTORIALS]
 
 
-@pytest.mark.parametrize(("title", "rounds"), [*SHORT, *FULL])
-def test_a_walk_ends_in_a_report_and_in_a_model_that_predicts(title: str, rounds: int, here: Path) -> None:
-    commands = walk(SECTIONS[title], rounds)
+@pytest.mark.parametrize(("name", "rounds"), [*SHORT, *FULL])
+def test_a_tutorial_ends_in_a_report_and_in_a_model_that_predicts(name: str, rounds: int, here: Path) -> None:
+    commands = walk(TUTORIALS[name], rounds)
     assert [c.split()[1] for c in commands if c.startswith("fedapp")] == ["partition", "compare", "report", "predict"]
 
     (comparison,) = (here / "runs").iterdir()
@@ -87,19 +87,19 @@ def test_a_walk_ends_in_a_report_and_in_a_model_that_predicts(title: str, rounds
     assert len(results) == 9 and "Standalone" in page.said
     words = shlex.split(commands[-1])
     run, client, table = (words[words.index(option) + 1] for option in ("--run", "--client", "--out"))
-    assert run.endswith(METHODS[title[0]] + "-s0") and (here / run / "report.html").is_file()
+    assert run.endswith(METHODS[name] + "-s0") and (here / run / "report.html").is_file()
     if not rounds:
         assert results["trained_last"].min() > largest_class(here / run), "all methods beat the largest class"
 
     found = pd.read_csv(here / table)
     net = fedapp.load(run, client=int(client) if client.isdigit() else client)
-    assert len(found) == {"1": 2, "2": 6, "3": 2}[title[0]]
+    assert len(found) == {"pictures": 2, "sensors": 6, "table": 2}[name]
     assert set(found["class"]) <= set(net.classes) and found["probability"].between(1 / len(net.classes), 1).all()
     assert np.allclose(found[[f"p_{name}" for name in net.classes]].sum(axis=1), 1, atol=1e-5)
 
 
 def test_the_card_on_the_page_is_what_partition_prints(here: Path) -> None:
-    before, card, _ = SECTIONS[WALKS[0]].partition("always predicting")
+    before, card, _ = TUTORIALS["pictures"].partition("always predicting")
     assert card
     assert walk(f"{before}{card}\n```\n")[-1].startswith("fedapp partition")
 
@@ -110,26 +110,7 @@ def largest_class(run: Path) -> float:
     return float((counts.max(axis=1) / counts.sum(axis=1)).mean())
 
 
-def test_the_three_walks_are_listed() -> None:
-    assert [title[0] for title in WALKS] == ["1", "2", "3"]
-    for title in WALKS:
-        anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-        assert f"](#{anchor})" in TEXT
-
-
-def test_links_within_the_page_lead_to_a_section() -> None:
-    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in SECTIONS}
-    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= anchors
-
-
-REFERENCE = [
-    line
-    for title, section in SECTIONS.items()
-    if title not in WALKS
-    for _, language, body in blocks(section)
-    if language == "console"
-    for line in body.splitlines()
-]
+REFERENCE = [line for _, language, body in blocks(TEXT) if language == "console" for line in body.splitlines()]
 
 
 @pytest.mark.parametrize("command", REFERENCE)
@@ -142,20 +123,14 @@ def test_other_commands_have_options_that_exist(command: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_other_commands_work_after_the_first_walk(here: Path) -> None:
-    for _, language, body in blocks(SECTIONS[WALKS[0]]):
-        if language == "python":
-            exec(compile(body, "own-data.md", "exec"), {})
-        elif language == "toml":
-            Path("shapes.toml").write_text(body, encoding="utf-8")
-    (waves,) = (body for _, language, body in blocks(SECTIONS["Data sets of Hugging Face"]) if language == "python")
-    exec(compile(waves, "own-data.md", "exec"), {})
+def test_the_other_commands_work_after_the_first_tutorial(here: Path) -> None:
+    walk(TUTORIALS["pictures"], rounds=1)
+    codes = [body for _, language, body in blocks(TEXT) if language == "python"]
+    for code in (c for c in codes if "fedapp" not in c):
+        exec(compile(code, "own-data.md", "exec"), {})
     for command in REFERENCE:
-        if "FOLDER" not in command:
-            tried(command)
-    assert (here / "runs" / "part" / "report.html").is_file() and (here / "classes.csv").is_file()
-    (code,) = (body for _, language, body in blocks(SECTIONS["Pictures"]) if language == "python")
-    exec(compile(code, "own-data.md", "exec"), {})
+        tried(command)
+    assert (here / "client3.pt2").is_file() and (here / "runs" / "waves").is_dir()
     tried(
         "fedapp run --dataset npz --set data-dir=shapes.npz --method fedgh --clients 3 --rounds 1 --engine local "
         "--set model=cnn-a --out runs/npz"
