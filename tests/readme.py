@@ -1,15 +1,9 @@
-"""Update quotations in README.md and docs/: `python -m tests.readme [DIR]`.
-
-DIR is a finished comparison, for the first table.
-"""
+"""Update the files and tables that docs/ quotes: `python -m tests.readme`."""
 
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
-
-import pandas as pd
 
 from fedapp import registry
 from fedapp.cli.listing import notes
@@ -19,9 +13,7 @@ from fedapp.tasks.node import Node
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 OWN_MODELS = ROOT / "docs" / "own-models.md"
-CHOOSING = ROOT / "docs" / "choosing.md"
-DEPLOYMENT = ROOT / "docs" / "deployment.md"
-TRAINING = ROOT / "docs" / "training.md"
+QUOTING = (OWN_MODELS, *(ROOT / "docs" / f"{page}.md" for page in ("own-method", "choosing", "deployment", "training")))
 READS = (
     "fedclassavg",
     "fedgh",
@@ -133,46 +125,18 @@ def node_table() -> str:
     return "\n".join(["| node-config key | |", "|---|---|", *rows])
 
 
-def demo_table(results: Path) -> str:
-    """Build the table of the demonstration from the results.csv of a comparison."""
-    table = pd.read_csv(results / "results.csv")
-    columns = ["received_last", "trained_last", "received_balanced", "trained_balanced"]
-    seeds = table["seed"].nunique()
-    lines = [
-        "| % after 20 rounds | own received | own trained | balanced received | balanced trained | bytes up |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for label, rows in table.groupby("variant", sort=False):
-        cells = [f"{100 * rows[c].mean():.1f} ± {100 * rows[c].std(ddof=1):.1f}" for c in columns]
-        method = str(rows["method"].iloc[0])
-        if method == "local":  # it receives nothing
-            cells = [DASH if c.startswith("received") else cell for c, cell in zip(columns, cells)]
-        title = f"{registry.get(method).title} {str(label).removeprefix(method)}".strip()
-        lines.append(f"| {title} | {' | '.join(cells)} | {rows['bytes_up'].mean():,.0f} |")
-    note = (
-        f"Mean ± standard deviation over {seeds} seeds: `fedapp compare fedapp/conf/digits.toml "
-        f'--methods "{",".join(dict.fromkeys(table["variant"]))}" --seeds {seeds}`, 2 CPU cores.'
-    )
-    return "\n".join([*lines, "", note])
-
-
 def between(text: str, name: str, body: str) -> str:
     """Replace the text between two markers."""
     pattern = rf"<!-- table:{name} -->.*?<!-- /table:{name} -->"
     return re.sub(pattern, lambda _: f"<!-- table:{name} -->\n{body}\n<!-- /table:{name} -->", text, flags=re.S)
 
 
-def renewed(text: str, results: Path | None = None) -> str:
+def renewed(text: str) -> str:
     """Return a page with every quotation up to date."""
-    text = between(between(files(text), "methods", methods_table()), "needs", needs_table())
-    text = between(between(text, "node", node_table()), "defaults", defaults_table())
-    text = between(text, "choose", choosing_table())
-    return between(text, "demo", demo_table(results)) if results else text
+    text = between(between(files(text), "needs", needs_table()), "node", node_table())
+    return between(between(text, "defaults", defaults_table()), "choose", choosing_table())
 
 
 if __name__ == "__main__":
-    for page in (OWN_MODELS, CHOOSING, DEPLOYMENT, TRAINING):
+    for page in QUOTING:
         page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
-    README.write_text(
-        renewed(README.read_text(encoding="utf-8"), Path(sys.argv[1]) if len(sys.argv) > 1 else None), encoding="utf-8"
-    )

@@ -12,44 +12,6 @@ from tests import site_pages
 from tests.readme import ROOT
 from tests.site_text import OUTER, relinked, rewritten
 
-CARDS = """
-<div class="grid cards" markdown>
-
-- :material-play-circle: __[Start](#two-commands)__
-
-    Two commands, two minutes: ten clients, three architectures.
-
-- :material-database: __[Your own data](own-data.md)__
-
-    Pictures, sensors or a table, to a report and a model that predicts.
-
-- :material-compass: __[Which method](choosing.md)__
-
-    What each method needs, costs and reached.
-
-- :material-server-network: __[Real devices](deployment.md)__
-
-    TLS, node keys, and what a server may ask of a node.
-
-- :material-tune: __[Configuration keys](reference/keys.md)__
-
-    Type, default and meaning of every key.
-
-- :material-code-braces: __[Python API](api/strategies.base.md)__
-
-    The contract of a method, and all that it builds on.
-
-</div>
-
-![The figures of the papers are drawn from your own runs](figures/fedgh-2.svg){ loading=lazy }
-"""
-
-
-def _home(text: str) -> str:
-    """Return the home page: the README, with cards after its first paragraph."""
-    head, first, rest = text.split("\n\n", 2)
-    return "\n\n".join([head, first, CARDS.strip(), rest])
-
 
 def on_config(config: Any) -> Any:
     """Set the navigation."""
@@ -60,9 +22,7 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made, and those at the top of the repository."""
     made = dict(site_pages.generated())
-    for name, place in OUTER.items():
-        text = relinked((ROOT / name).read_text(encoding="utf-8"), "", place)
-        made[place] = _home(text) if place == "index.md" else text
+    made |= {place: relinked((ROOT / name).read_text(encoding="utf-8"), "", place) for name, place in OUTER.items()}
     for place, text in made.items():
         files.append(File.generated(config, place, content=text))
     return files

@@ -21,15 +21,19 @@ from tests.readme import ROOT, methods_table
 GUIDES: dict[str, dict[str, dict[str, str]]] = {
     "Get started": {
         "": {
+            "Quick start": "quickstart.md",
             "Install": "installing.md",
             "Tutorial: pictures": "tutorials/pictures.md",
             "Tutorial: sensors": "tutorials/sensors.md",
             "Tutorial: a table": "tutorials/table.md",
+            "Questions and errors": "faq.md",
         },
     },
     "Guides": {
         "Understand": {
+            "A federated round": "round.md",
             "Scores": "scores.md",
+            "Glossary": "glossary.md",
         },
         "Choose and compare": {
             "Which method": "choosing.md",
@@ -40,6 +44,7 @@ GUIDES: dict[str, dict[str, dict[str, str]]] = {
             "Your data": "own-data.md",
             "Your model": "own-models.md",
             "Local training": "training.md",
+            "Write a method": "own-method.md",
         },
         "Simulate and deploy": {
             "Simulate": "simulation.md",
@@ -64,6 +69,7 @@ GUIDES: dict[str, dict[str, dict[str, str]]] = {
     },
     "Project": {
         "": {
+            "How to cite": "citing.md",
             "Architecture": "architecture.md",
             "Contributing": "CONTRIBUTING.md",
             "Mutation tests": "mutants.md",
@@ -119,11 +125,16 @@ def api() -> dict[str, list[str]]:
 
 
 def families() -> dict[str, list[Method]]:
-    """Return all methods in three groups, by what they declare."""
-    found: dict[str, list[Method]] = {"One global model": [], "A model for each client": [], "Any architectures": []}
+    """Return all methods in four groups, by what they declare."""
+    found: dict[str, list[Method]] = {}
     for m in registry.discover().values():
-        name = "Any architectures" if m.heterogeneous else [*found][0 if m.global_model else 1]
-        found[name].append(m)
+        kinds = {
+            "Different architectures": m.heterogeneous,
+            "A head computed after training": m.resolve is not None,
+            "One global model": m.global_model and m.deploy_as == "received",
+            "A model for each client": True,
+        }
+        found.setdefault(next(name for name, fits in kinds.items() if fits), []).append(m)
     return found
 
 
@@ -249,9 +260,9 @@ def methods() -> str:
     lines = [
         "# Methods",
         "",
-        f"{len(registry.discover())} methods, each with its own page: what travels in bytes, the hyperparameters "
+        f"{len(registry.discover())} methods, each with its own page: what is sent, in bytes, the hyperparameters "
         "beside the paper's values, where we differ and why, and the commands. "
-        "[Which method helps me](../choosing.md) compares what they need and cost.",
+        "[Which method](../choosing.md) compares what they need and cost.",
         "",
     ]
     table = methods_table().replace("docs/methods/", "").splitlines()
@@ -321,7 +332,7 @@ def _guides() -> dict[str, list[Any]]:
     for tab, sections in GUIDES.items():
         lists = {title: [{k: v} for k, v in pages.items()] for title, pages in sections.items()}
         found[tab] = [*lists.pop("", []), *({title: pages} for title, pages in lists.items())]
-    known = {place for sections in GUIDES.values() for pages in sections.values() for place in pages.values()}
+    known = {"index.md", *(p for sections in GUIDES.values() for pages in sections.values() for p in pages.values())}
     found["Guides"] += sorted(p.name for p in (ROOT / "docs").glob("*.md") if p.name not in known)
     return found
 

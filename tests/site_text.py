@@ -16,7 +16,7 @@ import re
 from tests import site_pages
 from tests.readme import ROOT
 
-OUTER = {"README.md": "index.md", **{n: n for n in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}}
+OUTER = {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}
 """Pages at the top of the repository and their place on the site."""
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Raises", "Examples")
@@ -120,8 +120,8 @@ def _place(target: str) -> str | None:
     """Return the place on the site of a path of the repository, or None."""
     if target in OUTER:
         return OUTER[target]
-    if target == "docs/methods":
-        return "methods/index.md"
+    if target in ("README.md", "docs/methods"):
+        return {"README.md": "index.md"}.get(target, "methods/index.md")
     if target.startswith("docs/") and (ROOT / target).is_file():
         return target.removeprefix("docs/")
     return _pages().get(target)

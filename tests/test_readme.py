@@ -1,4 +1,4 @@
-"""The README quotes files, methods and commands as they are; what it and CONTRIBUTING.md name exists."""
+"""Pages quote files and tables as they are; what README.md and CONTRIBUTING.md name exists."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typer.testing import CliRunner
 
 from fedapp import cli, registry
 from fedapp.cli import listing
-from tests.readme import CHOOSING, DEPLOYMENT, OWN_MODELS, README, ROOT, TRAINING, renewed
+from tests.readme import OWN_MODELS, QUOTING, README, ROOT, renewed
 
 TEXT = README.read_text(encoding="utf-8")
 
 
 def test_what_is_quoted_is_current() -> None:
-    for text in (TEXT, *(page.read_text(encoding="utf-8") for page in (OWN_MODELS, CHOOSING, DEPLOYMENT, TRAINING))):
+    for page in QUOTING:
+        text = page.read_text(encoding="utf-8")
         assert renewed(text) == text, "run: python -m tests.readme"
 
 
