@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import Speeds
-from benchmarks.pages import between, markdown
+from benchmarks.pages import markdown, replaced
 from benchmarks.server import FORMS, Found
 from benchmarks.timing import Times
 
-START, END = "<!-- benchmark -->", "<!-- /benchmark -->"
-REACHED = "Targets"
 ORDER = (
-    REACHED, "A round of federated learning", "Clients per second on a GPU", "Overhead of a round",
-    "The server's mathematics", "Machine",
+    "A round of federated learning", "Clients per second on a GPU", "Overhead of a round", "The server's mathematics",
+    "Machine",
 )  # fmt: skip
-"""Titles of the sections of performance.md."""
+"""Titles of the measured tables of performance.md, in their order."""
+EMPTY = "# Performance\n\n" + "\n\n".join(f"<!-- table:{n} -->\n<!-- /table:{n} -->" for n in ("targets", "benchmark"))
 
 
 TARGETS = [
@@ -151,24 +150,23 @@ def machine_text(machine: Mapping[str, Any], speeds: Iterable[Speeds]) -> str:
     )
 
 
+def page(text: str, known: Mapping[str, Any]) -> str:
+    """Return performance.md with the tables that the figures and `tables` of performance.json give."""
+    tables: Mapping[str, list[str]] = known["tables"]
+    ordered = [title for title in ORDER if title in tables]
+    lines = "\n\n".join("\n".join([f"### {title}", "", *tables[title]]) for title in ordered)
+    return replaced(replaced(text, "targets", targets_table(known)), "benchmark", [lines])
+
+
 def write(folder: Path, figures: Mapping[str, Any], sections: Mapping[str, list[str]]) -> None:
-    """Update figures of performance.json and sections between the markers of performance.md (made if missing).
+    """Update the figures and tables of performance.json, and performance.md, which is made if missing.
 
     Figures and sections that were not measured this time stay. The table of targets covers all figures.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    store, page = folder / "performance.json", folder / "performance.md"
+    store, place = folder / "performance.json", folder / "performance.md"
     known = json.loads(store.read_text(encoding="utf-8")) if store.is_file() else {}
-    known.update(figures)
+    known |= {**figures, "tables": {**known.get("tables", {}), **sections}}
     store.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    text = page.read_text(encoding="utf-8") if page.is_file() else f"# Performance\n\n{START}\n{END}\n"
-    parts = between(text, START, END)
-    if parts is None:
-        raise ValueError(f"{page} has no markers {START} and {END}: add them where the tables belong")
-    head, body, tail = parts
-    kept = dict(part.split("\n", 1) for part in body.strip().removeprefix("### ").split("\n### ") if part)
-    kept |= {title: "\n".join(lines) for title, lines in sections.items()}
-    kept[REACHED] = "\n".join(targets_table(known))
-    ordered = [title for title in ORDER if title in kept] + [title for title in kept if title not in ORDER]
-    tables = "\n\n".join(f"### {title}\n\n{kept[title].strip()}" for title in ordered)
-    page.write_text(f"{head}{START}\n{tables}\n{END}{tail}", encoding="utf-8")
+    text = place.read_text(encoding="utf-8") if place.is_file() else EMPTY
+    place.write_text(page(text, known), encoding="utf-8")

@@ -35,9 +35,16 @@ def test_the_small_form_writes_every_figure(tmp_path: Path) -> None:
     assert renewed.count("###") == page.count("###"), "tables are replaced, not added"
     assert "### Machine\n\nanother\n" in renewed and "| at most 1.5 | 1.25 | reached |" in renewed
     again = json.loads((tmp_path / "performance.json").read_text())
-    assert again == {**written, "average_over_floor": 1.25}, "what was not measured stays"
+    tables = {**written["tables"], "Machine": ["another"]}
+    assert again == {**written, "average_over_floor": 1.25, "tables": tables}, "what was not measured stays"
     order = [line for line in renewed.splitlines() if line.startswith("###")]
     assert order == [line for line in page.splitlines() if line.startswith("###")]
+
+
+def test_the_page_holds_the_tables_of_what_is_kept() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    text, kept = (Path(docs, f"performance.{kind}").read_text(encoding="utf-8") for kind in ("md", "json"))
+    assert report.page(text, json.loads(kept)) == text, "run: make bench"
 
 
 @pytest.mark.parametrize("row", server.SMALL, ids=lambda row: row.name)
