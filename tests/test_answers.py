@@ -209,3 +209,16 @@ def test_clients_without_test_rows_have_no_say_in_margin_and_median(tmp_path: Pa
     assert any("Few test rows: 45 of the median client" in alert for alert in answer.alerts())
     row = answer.test("fedclassavg")
     assert row is not None and row["margin"] == pytest.approx(1 / 45)
+
+
+def test_the_share_of_partitions_is_told_from_four_seeds_on_with_everything(tmp_path: Path) -> None:
+    """Standalone again lies half a point above the first run, the partitions lie points apart."""
+    comparison(tmp_path / "four", {"local": [0.8, 0.82, 0.78, 0.84], "fedavg": [0.8] * 4}, rows=1000)
+    told = answered(tmp_path / "four").variance()
+    assert re.fullmatch(r"Between partitions lies 9\d % of the variance of training alone \(95 % interval .*\)\.", told)
+    assert told.endswith("to 100 %, 4 partitions, 2 training seeds each).")
+    found = Comparison(tmp_path / "four", ())
+    shown = (" ".join(screen(found, everything).split()) for everything in (True, False))
+    assert [told in text for text in shown] == [True, False], "the screen of 24 lines has no room for it"
+    comparison(tmp_path / "three", FOUR)
+    assert answered(tmp_path / "three").variance() == ""

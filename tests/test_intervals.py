@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from fedapp.results.intervals import Difference, differences_of, margin_of, smallest_seen
+from fedapp.results.intervals import Difference, differences_of, margin_of, partition_share, smallest_seen
 
 RNG = np.random.default_rng(5)
 THREE = {"a": [0.03, 0.05, 0.04], "b": [0.0, 0.02, -0.01], "c": [-0.06, -0.05, -0.055]}
@@ -92,3 +92,27 @@ def test_posterior_probabilities_are_integrals_of_the_posterior() -> None:
     edges = [(-np.inf, -0.01), (-0.01, 0.01), (0.01, np.inf)]
     wanted = [integrate.quad(stats.t(3, found.mean, scale).pdf, *edge)[0] for edge in edges]
     np.testing.assert_allclose(found.probabilities(0.01), wanted, atol=1e-6)
+
+
+def test_the_share_of_partitions_in_the_variance_by_hand() -> None:
+    """Four partitions with two training seeds: sums of squares, then the quantiles of F(3, 4) from a table."""
+    scores = np.array([[80.0, 82.0], [84.0, 86.0], [90.0, 88.0], [76.0, 78.0]])
+    between, within = 2 * (2**2 + 2**2 + 6**2 + 6**2) / 3, 4 * 2 / 4  # mean squares about 83, and within pairs
+    ratio, (upper, lower) = between / within, (9.979, 1 / 15.10)
+    wanted = [(f - 1) / (f + 1) for f in (ratio, ratio / upper, ratio / lower)]
+    np.testing.assert_allclose(partition_share(scores), wanted, rtol=1e-3)
+    np.testing.assert_allclose(wanted, [0.928, 0.455, 0.995], atol=5e-4)
+    assert partition_share(np.tile([1.0, 2.0], (4, 1)))[:2] == (0, 0), "partitions that differ by less than their seeds"
+
+
+def test_the_interval_of_the_share_holds_in_nineteen_of_twenty_tables() -> None:
+    """Half of the variance lies between partitions."""
+    tables = RNG.normal(size=(2000, 4, 1)) + RNG.normal(size=(2000, 4, 2))
+    held = sum(low <= 0.5 <= high for _, low, high in map(partition_share, tables))
+    assert abs(held / 2000 - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 2000)
+
+
+def test_few_partitions_and_seeds_that_agree_have_no_share() -> None:
+    """With two partitions the variance between them has one degree of freedom: a factor of 5,000."""
+    assert all(math.isnan(v) for v in (*partition_share(RNG.normal(size=(3, 2))), *partition_share(np.ones((4, 2)))))
+    assert stats.chi2.ppf(0.975, 1) / stats.chi2.ppf(0.025, 1) == pytest.approx(5000, rel=0.03)

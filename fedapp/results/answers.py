@@ -224,6 +224,22 @@ class Answer:
         reference = ALONE if self.reference == self.alone else self.name(self.reference)
         return intervals.power_text(self.seeds, len(rows), reference, spread, seconds)
 
+    def variance(self) -> str:
+        """Say how much of the variance of training alone lies between partitions; empty for fewer than four.
+
+        Training alone and its repeat are two training seeds on each partition.
+        """
+        first = self.finished[self.finished["variant"] == self.alone]
+        if self.again.empty or first.empty:
+            return ""
+        both = (rows.groupby("partition_seed")["headline_last"].first() for rows in (first, self.again))
+        scores = pd.concat(both, axis=1, join="inner").dropna().to_numpy()
+        share, low, high = intervals.partition_share(scores)
+        if math.isnan(share):
+            return ""
+        text = f"Between partitions lies {percent(share, 0)} % of the variance of training alone (95 % interval "
+        return f"{text}{percent(low, 0)} to {percent(high, 0)} %, {len(scores)} partitions, 2 training seeds each)."
+
     # ---- alerts
 
     def alerts(self) -> Iterator[str]:
@@ -324,7 +340,7 @@ def screen(comparison: Comparison, everything: bool = False) -> str:
         for wrapped in (_wrap(sentence, width) for sentence in answer.sentences()):
             if everything or len(said) + len(wrapped) <= SENTENCES:
                 said += wrapped
-        power = _wrap(answer.power(), width)
+        power = [line for text in (answer.power(), answer.variance() * everything) for line in _wrap(text, width)]
         head = [*_wrap(title, width), *said]
         tail = [*power, *alerts, *ends]
         lines += [*head, *_table(answer, width, None if everything else LINES - len(head) - len(tail)), *power]

@@ -26,6 +26,8 @@ FEW_SEEDS = 6
 """From this number of seeds on each row keeps its own variance."""
 FEW_ROWS = 3
 """Fewer rows have no common variance."""
+FEWEST_PARTITIONS = 4
+"""Fewer partitions say nothing of their variance: with two, its interval spans a factor of 5,000."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,33 @@ def smallest_seen(seeds: int, rows: int, power: float = 0.8) -> float:
     limit = 2 * critical / math.sqrt(seeds) + 3
     found = optimize.bisect(lambda d: stats.nct.sf(critical, freedom, d * math.sqrt(seeds)) - power, 0, limit)
     return float(found)
+
+
+def partition_share(scores: Floats) -> tuple[float, float, float]:
+    """Return the share of the variance that lies between partitions, and its 95 % interval.
+
+    In the nested model score = mean + partition + training seed, the mean squares between and within partitions give
+    the variance of partitions max(0, (MS_P - MS_W) / R), and their ratio has an F distribution with P - 1 and P (R - 1)
+    degrees of freedom (Searle, Casella and McCulloch, 1992, Variance Components, 3.6).
+
+    Parameters
+    ----------
+    scores : (P, R), of R >= 2 training seeds on each of P partitions.
+
+    Returns
+    -------
+    Share, lower and upper end in [0, 1]; NaN for fewer than four partitions, or where the seeds of each agree exactly.
+    """
+    from scipy import stats
+
+    partitions, runs = scores.shape
+    within = float(scores.var(axis=1, ddof=1).mean())
+    if partitions < FEWEST_PARTITIONS or not within:
+        return (math.nan,) * 3
+    ratio = runs * float(scores.mean(axis=1).var(ddof=1)) / within
+    quantiles = stats.f.ppf((0.975, 0.025), partitions - 1, partitions * (runs - 1))
+    share, low, high = (max(0.0, float((f - 1) / (f + runs - 1))) for f in (ratio, *(ratio / quantiles)))
+    return share, low, high
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------

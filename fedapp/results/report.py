@@ -348,7 +348,7 @@ def _answered(comparison: Comparison, answer: Answer, several: bool) -> dict[str
     return {
         "name": setting_title(answer.table) if several else "",
         "sentences": answer.sentences(),
-        "power": answer.power(),
+        "power": " ".join(filter(None, (answer.power(), answer.variance()))),
         "table": Table(heads, rows),
         "decisions": Table(
             ["method", "p", "p after Holm", "P(worse)", "P(equal)", "P(better)"],
