@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -222,3 +223,29 @@ def test_the_share_of_partitions_is_told_from_four_seeds_on_with_everything(tmp_
     assert [told in text for text in shown] == [True, False], "the screen of 24 lines has no room for it"
     comparison(tmp_path / "three", FOUR)
     assert answered(tmp_path / "three").variance() == ""
+
+
+def test_methods_with_the_same_mean_are_named_together(tmp_path: Path) -> None:
+    comparison(tmp_path / "alone", {"local": ALONE, "fedavg": [0.8] * 3, "lgfedavg": [0.7] * 3})
+    (told, *_) = answered(tmp_path / "alone").sentences()
+    assert told.endswith("Highest mean on own test data: FedAvg and training alone, 80.0 % each.")
+    comparison(tmp_path / "two", {"local": ALONE, "fedavg": [0.81] * 3, "lgfedavg": [0.81] * 3})
+    (told, *_) = answered(tmp_path / "two").sentences()
+    assert told.endswith("FedAvg and LG-FedAvg, 81.0 % each (training alone 80.0 %).")
+
+
+@pytest.mark.parametrize(
+    ("clients", "rows", "images", "wanted"), [(10, 20, 2000, 200), (30, 100, 2000, 2000), (30, 100, 500, 500)]
+)
+def test_the_margin_of_all_classes_counts_the_rows_that_it_is_measured_on(
+    clients: int, rows: int, images: int, wanted: int, tmp_path: Path
+) -> None:
+    """They are all clients' test rows together, at most 2,000, or as many as the run says; alone scores 99.5 %."""
+    comparison(tmp_path, {"local": [0.8] * 3, "fedavg": [0.8] * 3}, clients, rows)
+    (run, *_) = read_comparison(tmp_path).runs
+    if images < 2000:
+        summary = json.loads((run.out / "summary.json").read_text())
+        sampled = {"balanced": {"clients": clients, "of": clients, "images": images}}
+        (run.out / "summary.json").write_text(json.dumps({**summary, "sampled": sampled}))
+        (run, *_) = read_comparison(tmp_path).runs
+    assert run.resolution(all_classes=True) == 1 / wanted

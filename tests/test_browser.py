@@ -211,3 +211,27 @@ def test_a_large_comparison_has_a_page_of_3_megabytes(tmp_path: Path) -> None:
     """38 methods, 5 seeds, 100 clients."""
     out = madeup.comparison(tmp_path / "large", list(registry.discover()), seeds=5, clients=100, rounds=20)
     assert report.write(out).stat().st_size < 3e6
+
+
+def test_a_chosen_method_stands_out_in_charts_and_tables_and_seeds_are_chosen(ten: Path, chromium: Any) -> None:
+    page = chromium.new_page()
+    page.goto(ten.as_uri())
+    faded = "() => [...document.querySelectorAll('[data-method]')].map(m => [m.dataset.method, m.style.opacity])"
+    assert {opacity for _, opacity in page.evaluate(faded)} == {""}
+    names = page.eval_on_selector_all("#highlight option", "options => options.map(o => o.textContent)")
+    assert names == ["all methods", *(registry.title_of(v) for v in TEN)]
+    page.select_option("#highlight", label=names[2])
+    found = page.evaluate(faded)
+    assert {opacity for method, opacity in found if method == "1"} == {""}
+    assert {opacity for method, opacity in found if method != "1"} == {"0.12"}
+    own = page.evaluate("() => [...document.querySelectorAll('[data-method=\"1\"]')].map(m => m.closest('section').id)")
+    assert {"differences", "bytes", "curves"} <= set(own)
+    strong = page.eval_on_selector_all("#scores tr.strong th", "heads => heads.map(h => h.textContent)")
+    assert strong and {name.removesuffix(" *") for name in strong} == {names[2]}
+    page.select_option("#highlight", label="all methods")
+    assert {opacity for _, opacity in page.evaluate(faded)} == {""}
+    seeds = page.get_by_role("group", name="Seed").get_by_role("button")
+    seeds.nth(1).click()
+    shown = page.eval_on_selector_all("#data figure:not([hidden])", "figures => figures.map(f => f.id)")
+    assert seeds.count() > 1 and shown == ["labels-heat-s1"]
+    page.close()

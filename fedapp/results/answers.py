@@ -136,17 +136,14 @@ class Answer:
         """Answer each question in a sentence: better by how much, for whom, for all classes, at what cost."""
         if not self.leader:
             return []
-        found = (self._difference(), self._harm(), self._all_classes(), self._cost(), self._worst_tenth())
+        classes = self._highest("all_classes", "on all classes")
+        found = (self._difference(), self._harm(), classes, self._cost(), self._worst_tenth())
         return [sentence for sentence in found if sentence]
 
     def _difference(self) -> str:
-        own = {v: self.mean(v, "headline_last") for v in [*self.methods, *filter(None, [self.alone])]}
-        best = max(own, key=lambda v: own[v])
-        highest = f"Highest mean on own test data: {self.name(best)}, {percent(own[best])} %"
-        if self.alone and best != self.alone:
-            highest += f" (training alone {percent(own[self.alone])} %)"
+        highest = self._highest("headline_last", "mean on own test data")
         if self.seeds < 3 or "headline" not in self.tests:
-            return f"{highest}."
+            return highest
         groups: dict[str, list[str]] = {}
         rows = sorted(self.tests["headline"].items(), key=lambda item: -abs(item[1]["mean_difference"]))
         for label, row in rows:
@@ -164,8 +161,20 @@ class Answer:
         }  # fmt: skip
         parts = [f"{head}: {_listed(groups[side])}." for side, head in heads.items() if side in groups]
         if set(groups) == {"open"}:
-            return f"No difference to {reference} is decided. {highest}."
-        return " ".join(parts if "better" in groups else [*parts, f"{highest}."])
+            return f"No difference to {reference} is decided. {highest}"
+        return " ".join(parts if "better" in groups else [*parts, highest])
+
+    def _highest(self, column: str, what: str) -> str:
+        """Name the method with the highest mean, or all whose mean is printed as the same number."""
+        means = {v: self.mean(v, column) for v in [*self.methods, *filter(None, [self.alone])]}
+        known = {v: mean for v, mean in means.items() if not math.isnan(mean)}
+        if not known:
+            return ""
+        shown = percent(max(known.values()))
+        names = [self.name(v) for v, mean in known.items() if percent(mean) == shown]
+        against = f" (training alone {percent(known[self.alone])} %)" if self.alone in known else ""
+        against = "" if self.name(self.alone) in names else against
+        return f"Highest {what}: {_listed(names)}, {shown} %{' each' if len(names) > 1 else ''}{against}."
 
     def _harm(self) -> str:
         gain, same, lose = self.harm(self.leader)
@@ -189,16 +198,6 @@ class Answer:
             return ""
         text = f"Worst tenth of the clients, against that of {self.name(self.reference)}: {self.name(self.leader)}"
         return f"{text} {intervals.in_words(row)}."
-
-    def _all_classes(self) -> str:
-        scores = {v: self.mean(v, "all_classes") for v in [*self.methods, *filter(None, [self.alone])]}
-        known = {v: score for v, score in scores.items() if not math.isnan(score)}
-        if not known:
-            return ""
-        best = max(known, key=lambda v: known[v])
-        alone = "" if best == self.alone or self.alone not in known else known[self.alone]
-        beside = f" (training alone {percent(alone)} %)" if alone != "" else ""
-        return f"Highest on all classes: {self.name(best)}, {percent(known[best])} %{beside}."
 
     def _cost(self) -> str:
         sent = f"A client of {self.name(self.leader)} sends {size(self.mean(self.leader, 'bytes_up'))} a round."

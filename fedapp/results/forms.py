@@ -36,6 +36,7 @@ SUMMARY = _form(
     calibration=_form(before=Number, after=Number, oracle=Number) | None,
     headline=_form(score=str | None, value=Number) | None,
     privacy=_form(epsilon=Number, delta=Number) | None,
+    sampled=_form(balanced=_form(images=Whole) | None) | None,
     warnings=list[Single] | None,
     wdr=list[Number] | None,
     seconds=Number,

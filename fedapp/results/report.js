@@ -1,6 +1,6 @@
 "use strict";
-// Buttons that show one figure of a group, and heads of tables that sort. Without this script all figures stand below
-// each other, and tables keep their order.
+// Buttons that show one figure of a group, heads of tables that sort, and a method that is highlighted. Without this
+// script all figures stand below each other, and tables keep their order.
 const button = (to, press) => {
   const made = document.createElement("button");
   made.type = "button";
@@ -19,7 +19,7 @@ for (const group of document.querySelectorAll(".switch")) {
   });
   bar.className = "bar";
   bar.setAttribute("role", "group");
-  bar.setAttribute("aria-label", "Score");
+  bar.setAttribute("aria-label", group.dataset.name);
   figures.forEach((figure, i) => {
     button(bar, () => show(i)).textContent = figure.querySelector("h3").textContent;
   });
@@ -49,5 +49,19 @@ for (const table of document.querySelectorAll(".table table")) {
       });
       body.append(...rows.map(([, , row]) => row));
     }).append(...words);
+  });
+}
+
+const choice = document.querySelector("#highlight");
+if (choice) {
+  choice.closest("p").hidden = false;
+  choice.addEventListener("change", () => {
+    const name = choice.value && choice.selectedOptions[0].textContent;
+    for (const mark of document.querySelectorAll("[data-method]")) {
+      mark.style.opacity = choice.value && mark.dataset.method !== choice.value ? 0.12 : "";
+    }
+    for (const row of document.querySelectorAll(".table tbody tr")) {
+      row.classList.toggle("strong", row.cells[0].textContent.replace(/ \*$/, "") === name);
+    }
   });
 }

@@ -294,6 +294,7 @@ def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
         gallery,
         comparison=comparison,
         datasets=sorted({str(r.flat.get("dataset", "?")) for r in runs}),
+        names=[title_of(label) for label in comparison.labels],
         methods=len({r.label for r in runs if r.method != "local"}),
         seeds=len({r.seed for r in runs}),
         started=started,

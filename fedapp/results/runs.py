@@ -27,7 +27,7 @@ import numpy as np
 from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data.card import in_lines
-from fedapp.data.partitions import PARTITION_PARAMETER
+from fedapp.data.partitions import PARTITION_PARAMETER, UNION
 from fedapp.errors import BadRequest
 from fedapp.lazy import pd
 from fedapp.learning.metrics import mean, summarise
@@ -418,9 +418,16 @@ class RunResult:
         """The number of test rows of each client, the same for every score of its own test rows."""
         return next((self.final[c] for c in self.final if c.endswith("_total")), pd.Series(dtype=float))
 
-    def resolution(self, pooled: bool = False) -> float:
-        """Return the smallest step of a mean accuracy over clients, or of one over all test rows together."""
-        return resolution(self.test_rows, pooled)
+    def resolution(self, all_classes: bool = False) -> float:
+        """Return the smallest step of a mean accuracy over clients, or of an all-class score; NaN without test rows.
+
+        All-class scores are measured on the clients' test rows together, or on as many of them as the run says.
+        """
+        if not all_classes:
+            return resolution(self.test_rows)
+        stated = (self.summary.get("sampled") or {}).get("balanced") or {}
+        rows = min(float(self.test_rows.sum()), float(stated.get("images", UNION)))
+        return 1 / rows if rows > 0 else math.nan
 
     def weakest(self, protocol: str) -> tuple[float, float]:
         """Return the final accuracy of the worst client, and the mean of the worst tenth of the clients."""

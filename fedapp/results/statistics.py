@@ -157,18 +157,11 @@ def holm(p: Sequence[float]) -> list[float]:
     return [float(v) for v in corrected]
 
 
-def resolution(tests: Iterable[Any], pooled: bool = False) -> float:
-    """Return the smallest step of a mean accuracy over clients; NaN where no test rows are known.
-
-    Parameters
-    ----------
-    tests : test rows of each client (K,).   pooled : of an accuracy over the test rows of all clients together.
-    """
+def resolution(tests: Iterable[Any]) -> float:
+    """Return the smallest step of a mean accuracy over clients with these test rows (K,); NaN where none are known."""
     rows = measured(tests)
     rows = rows[rows > 0]
-    if not len(rows):
-        return math.nan
-    return 1 / float(rows.sum() if pooled else len(rows) * np.median(rows))
+    return 1 / float(len(rows) * np.median(rows)) if len(rows) else math.nan
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ class Job:
     draw: Callable[[], Iterable[Drawing]]
 
 
+MOST_SEEDS = 10
+"""Seeds whose division of the data is drawn."""
 Progress = Callable[[int, int, str], object]
 """Hears before each figure its number from 1, how many there are, and its title."""
 
@@ -91,15 +93,15 @@ class Gallery:
             self.add(job)
 
 
-def _known(name: str, runs: Runs) -> Job:
-    """Return the job of a figure of `FIGURES`."""
+def _known(name: str, runs: Runs, more: str = "") -> Job:
+    """Return the job of a figure of `FIGURES`; `more` goes on behind its title."""
     section, title, source, draw = FIGURES[name]
 
     def drawn() -> Iterable[Drawing]:
         caption, alt, figure = draw(runs)
-        yield Drawing(name, title, caption, alt, figure, source)
+        yield Drawing(name + more.replace(", seed ", "-s"), title + more, caption, alt, figure, source)
 
-    return Job(section, title, drawn)
+    return Job(section, title + more, drawn)
 
 
 # ---- data --------------------------------------------------------------------------------------------------
@@ -193,8 +195,12 @@ def _jobs(comparison: Comparison, answers: Sequence[Answer]) -> list[Job]:
             add("sweeps", f"Accuracy against {key}", scores.sweeps, runs, key)
     if any(scores.arguments(r) for r in runs):
         add("sweeps", "Hyperparameters", scores.hyperparameters, runs)
+    jobs.append(_known("training-loss", runs))
+    divisions = {str(r.card.get("hash")): r for r in reversed(settings[0][1])}
+    for run in sorted(divisions.values(), key=lambda r: r.seed)[:MOST_SEEDS]:
+        of_seed = f", seed {run.seed}" if len(divisions) > 1 else ""
+        jobs.append(_known("labels-heat", [run], of_seed))
     shown = [titled(r) for r in representatives(comparison)]
-    jobs += [_known("training-loss", runs), _known("labels-heat", shown[:1])]
     for name in ("head-norms", "who-learns-from-whom"):
         if own := [r for r in shown if _uses(r, name)]:
             jobs.append(_known(name, own[:MOST_METHODS]))  # the models of more would take long to look at

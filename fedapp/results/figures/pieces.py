@@ -31,6 +31,7 @@ from fedapp.results.figures.style import (
     WIDTH,
     is_narrow,
     letters,
+    mark_of,
     place_of,
 )
 
@@ -114,7 +115,7 @@ def look_of(label: str, shown: Sequence[str], **more: Any) -> dict[str, Any]:
     colour = COLOURS[i % len(COLOURS)] if own else (INK, MUTED)[i % 2]
     return {
         "color": colour, "linestyle": DASHES[i % len(DASHES)], "marker": MARKERS[i % len(MARKERS)],
-        "markerfacecolor": "none" if i % 2 else colour, **more,
+        "markerfacecolor": "none" if i % 2 else colour, "gid": mark_of(label), **more,
     }  # fmt: skip
 
 

@@ -66,10 +66,11 @@ def forest(rows: Mapping[str, Mapping[str, Any] | str], reference: str) -> Figur
             continue
         look, margin = look_of(name, shown, linestyle="none"), 100 * row["margin"]
         values = 100 * np.array(json.loads(row["by_seed"]))
-        (seeds,) = axes.plot(values, np.full(len(values), place + 0.25), ".", color=look["color"], markersize=5)
+        own = {"color": look["color"], "gid": look["gid"]}
+        (seeds,) = axes.plot(values, np.full(len(values), place + 0.25), ".", markersize=5, **own)
         name_marks(seeds, [f"{name}, one seed: {v:+.1f}" for v in values])
         if row["seeds"] > 2:
-            axes.plot([100 * row["low"], 100 * row["high"]], [place] * 2, color=look["color"])
+            axes.plot([100 * row["low"], 100 * row["high"]], [place] * 2, **own)
             (mean,) = axes.plot(100 * row["mean_difference"], place, **{**look, "markersize": 7})
             name_marks(mean, [f"{name}: {in_words(row)}"])
     if margin:
@@ -77,11 +78,10 @@ def forest(rows: Mapping[str, Mapping[str, Any] | str], reference: str) -> Figur
     axes.set_yticks(range(len(rows)), [textwrap.fill(n, 20) if is_narrow() else n for n in rows])
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    mean, seed = {"color": MUTED, "markersize": 7, "marker": "o"}, {"color": MUTED, "marker": ".", "linestyle": "none"}
-    legend(
-        figure, key("mean, 95 % interval", **mean), key("one seed", **seed),
-        key(f"margin, {margin:.1f} points", color=MUTED, linewidth=7, alpha=0.3),
-    )  # fmt: skip
+    keys = [key("one seed", color=MUTED, marker=".", linestyle="none")]
+    if any(not isinstance(row, str) and row["seeds"] > 2 for row in rows.values()):
+        keys.insert(0, key("mean, 95 % interval", color=MUTED, markersize=7, marker="o"))
+    legend(figure, *keys, key(f"margin, {margin:.1f} points", color=MUTED, linewidth=7, alpha=0.3))
     return figure
 
 
@@ -223,7 +223,7 @@ def curves(
             if band and curve.spread is not None and np.any(half := np.nan_to_num(curve.spread)):
                 alpha = 0.13 if len(lines) < 5 else 0.07
                 low, high = (np.clip(curve.mean + sign * half, *edges) for sign in (-1, 1))
-                axes.fill_between(curve.x, low, high, color=look["color"], alpha=alpha, linewidth=0)
+                axes.fill_between(curve.x, low, high, color=look["color"], alpha=alpha, linewidth=0, gid=look["gid"])
                 banded = True
         entitle(axes, title)
         if log:

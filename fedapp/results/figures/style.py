@@ -101,7 +101,7 @@ def name_marks(artist: Artist, texts: Sequence[str]) -> None:
     figure = artist.get_figure(root=True)
     assert figure is not None, "the artist is drawn"
     known = _HOVER.setdefault(figure, [])
-    artist.set_gid(f"marks{len(known)}")
+    artist.set_gid(f"marks{len(known)}{artist.get_gid() or ''}")
     known.append(texts)
 
 
@@ -132,6 +132,11 @@ def place_of(label: str, shown: Sequence[str]) -> tuple[int, bool]:
     return (list(shown).index(label) if shared else place), True
 
 
+def mark_of(label: str) -> str | None:
+    """Return the name of a method's lines and marks, by which a page highlights them; None for what is not a method."""
+    return None if (place := _place(label)) is None else f"method{place}"
+
+
 def _place(label: str) -> int | None:
     places = _PLACES.get()
     if label in places:
@@ -145,7 +150,8 @@ def _place(label: str) -> int | None:
 def _with_titles(svg: str, group: str, texts: Sequence[str]) -> str:
     """Give the marks of a group of an SVG their titles, in the order in which they were drawn."""
     start = svg.index(group)
-    end = svg.find('<g id="', start + 1)
+    following = re.compile("<g (id|data-method)=").search(svg, start + 1)
+    end = following.start() if following else len(svg)
     head, *marks = re.split(r"(?=<use )", svg[start:end])
     named = (
         re.sub("/>", f"><title>{html.escape(t, quote=False)}</title></use>", m, count=1) for m, t in zip(marks, texts)
@@ -182,7 +188,9 @@ class Drawing:
             self.figure.savefig(
                 buffer, format="svg", metadata={"Date": None, "Creator": None}, facecolor="none" if text else "white"
             )
-        return buffer.getvalue()
+        # Names of methods are no ids: a method has several lines.
+        svg = re.sub(r' id="(marks\d+)method', r' id="\1" id="method', buffer.getvalue())
+        return re.sub(r' id="method(\d+)"', r' data-method="\1"', svg)
 
     def inline(self) -> str:
         """Return the figure as SVG elements for a page, with ids of their own and without a reference to the web.
@@ -205,7 +213,7 @@ class Drawing:
         svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
         svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
         for number, texts in enumerate(_HOVER.get(self.figure, ())):
-            svg = _with_titles(svg, f'<g id="{name}-marks{number}">', texts)
+            svg = _with_titles(svg, f'<g id="{name}-marks{number}"', texts)
         svg = re.sub(r"'DejaVu Sans'(, *[^;\"]*)?", "var(--sans)", svg)
         # Pixels that are drawn as they are belong to heat maps and to their scales.
         svg = re.sub(r'style="image-rendering:[^"]*pixelated"', 'class="heat"', svg)
