@@ -115,9 +115,11 @@ def _shortens(short: str, word: str) -> bool:
 
 def counted(number: int, noun: str) -> str:
     """Return a count with its noun, in the plural unless the count is one: `1 round`, `2 classes`, `0 replies`."""
-    if number != 1:
-        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}{'es' if noun.endswith('s') else 's'}"
-    return f"{number} {noun}"
+    if number == 1:
+        return f"{number} {noun}"
+    if noun.endswith("y") and noun[-2:-1] not in "aeou":  # reply, but array and key
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def named_values(key: str, text: str, takes: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 from fedapp import cli
 from fedapp.engines import local, progress, runner, superlink
 from fedapp.engines.superlink import LaunchError, Outcome
-from fedapp.errors import raised
+from fedapp.errors import counted, raised
 from fedapp.results import terminal
 from fedapp.results.directory import only_writer, write_json
 from fedapp.results.lines import Spoken, failed, line, resumed, scores
@@ -211,3 +211,16 @@ def test_a_work_that_takes_seconds_is_named_until_the_next_text(monkeypatch: pyt
             assert "reading data 0 s" in shown and shown.endswith("read\n") and "\x1b[?25h" in shown
         else:
             assert shown == "reading data\nread\n"
+
+
+def test_nouns_have_their_plural() -> None:
+    words = {
+        "round": "rounds",
+        "class": "classes",
+        "reply": "replies",
+        "query": "queries",
+        "array": "arrays",
+        "key": "keys",
+    }
+    assert {word: counted(2, word) for word in words} == {word: f"2 {plural}" for word, plural in words.items()}
+    assert counted(1, "array") == "1 array" and counted(0, "reply") == "0 replies"
