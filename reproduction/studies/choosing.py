@@ -17,23 +17,26 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
 
 from benchmarks.pages import markdown, replaced
 from fedapp import config as configuration
 from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, counted, suggest
 from fedapp.experiments.compare import pending_config, run_here
 from fedapp.experiments.jobs import common_public
 from fedapp.experiments.shipped import Entry, Value, read
+from fedapp.results import statistics
 from fedapp.results.directory import write_text
-from fedapp.results.intervals import differences_of
+from fedapp.results.intervals import Difference, differences_of, margin_of
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import DASH, spread, tally, worst
 from reproduction.ledger.archive import identity
@@ -303,11 +306,170 @@ def overview_table(runs: Sequence[Kept]) -> list[str]:
     return markdown("|".join(["method", *(f"{name}:" for name in blocks)]), rows)
 
 
+# ---- the answer at the head of the page ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The methods of a block against training alone, each by its headline.
+
+    Attributes
+    ----------
+    alone : mean accuracy of training alone.   margin : smallest difference that matters, a share.
+    methods : by id the difference over seeds.   harm : by id, and by `AGAIN`, clients that gain, score the same, lose.
+    everywhere : by id, and by `local`, the mean of the all-class score.   lacking : methods without all seeds.
+    """
+
+    alone: float
+    margin: float
+    methods: Mapping[str, Difference]
+    harm: Mapping[str, Sequence[float]]
+    everywhere: Mapping[str, float]
+    lacking: Sequence[str]
+
+    def of(self, word: str) -> list[str]:
+        """Return the methods with a decision, `better`, `worse`, `equal` or `open`, the largest difference first."""
+        found = [m for m, d in self.methods.items() if d.word(self.margin).startswith(word)]
+        return sorted(found, key=lambda m: -abs(self.methods[m].mean))
+
+
+def compared(runs: Iterable[Kept], block: str) -> Compared | None:
+    """Compare the methods of a block with training alone; None where it, or its repeat, lacks seeds or test rows."""
+    by: dict[str, dict[int, Kept]] = {name: {} for name in method_names()}
+    for one in sorted((r for r in runs if r.block == block and r.total), key=lambda r: r.seed):
+        by[one.method][one.seed] = one
+    alone, again = by.pop("local"), by[AGAIN]
+    if {len(alone), len(again)} != {definition().seeds}:
+        return None
+
+    def score(run: Kept, name: str) -> NDArray[np.float64]:
+        return np.array(run.trained if name in (AGAIN, "local") else getattr(run, headline(name)))
+
+    def counts(run: Kept, name: str) -> pd.DataFrame:
+        total = np.array(run.total)
+        return pd.DataFrame({"correct": np.rint(score(run, name) * total), "total": total})
+
+    def all_classes(runs: Mapping[int, Kept], name: str) -> float:
+        return float(np.mean([getattr(r, f"{headline(name)}_all") for r in runs.values()]))
+
+    complete = [name for name, found in by.items() if found.keys() == alone.keys()]
+    harm = {
+        name: np.mean([statistics.harm(counts(by[name][s], name), counts(alone[s], "local")) for s in alone], axis=0)
+        for name in complete
+    }
+    methods = {
+        name: [float(score(by[name][s], name).mean() - np.mean(alone[s].trained)) for s in alone]
+        for name in complete
+        if name != AGAIN
+    }
+    rows = np.concatenate([run.total for run in alone.values()])
+    level = float(np.mean([np.mean(run.trained) for run in alone.values()]))
+    return Compared(
+        level, margin_of(level, float(np.median(rows[rows > 0]))),
+        differences_of(methods, max(statistics.resolution(run.total) for run in alone.values())), harm,
+        {name: all_classes(by.get(name, alone), name) for name in ("local", *methods)},
+        [name for name in by if name not in complete],
+    )  # fmt: skip
+
+
+def title(method: str) -> str:
+    """Return a method's name in prose."""
+    return registry.get(method).title
+
+
+def in_points(found: Difference) -> str:
+    """Write a difference in points with the interval of its table."""
+    return f"{100 * found.mean:+.1f} ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
+
+
+def every_block(runs: Sequence[Kept]) -> list[tuple[Block, Compared]]:
+    """Return the blocks with their comparisons; nothing before all can be compared."""
+    blocks = [(block, compared(runs, block.id)) for block in definition().block]
+    known = [(block, found) for block, found in blocks if found is not None]
+    return known if len(known) == len(blocks) else []
+
+
+def answer(runs: Sequence[Kept]) -> list[str]:
+    """Return the sentences and the table with which the page begins."""
+    known = every_block(runs)
+    if not known:
+        return [UNMEASURED]
+    total = {word: sum(len(c.of(word)) for _, c in known) for word in ("better", "worse", "equal", "open")}
+    seeds = f"{counted(len(known), 'setting')} with {counted(definition().seeds, 'seed')} each"
+    lines = [
+        f"In {seeds}, every method was compared with training alone by the score that it is judged by. Of "
+        f"{sum(total.values())} comparisons {total['better']} are better and {total['worse']} are worse; "
+        f"{total['equal']} are equal within the margin, and {total['open']} are open. The 95 % intervals hold for all "
+        "methods of a setting together.",
+    ]
+    for block, found in known:
+        if float(block.settings.get("fraction-train", 1)) < 1:
+            best = "; ".join(f"{title(m)} by {in_points(found.methods[m])} points" for m in found.of("better"))
+            said = f"better than training alone: {best}" if best else "no method is better than training alone"
+            lines.append(f"With a part of the clients in each round ({block.title}), {said}.")
+    chance = [100 * c.harm[AGAIN][2] / sum(c.harm[AGAIN]) for _, c in known]
+    lines.append(
+        f"Training alone, run again with another training seed, harms {min(chance):.0f} to {max(chance):.0f} % of the "
+        "clients of a setting by chance. A client is harmed where its correct test rows fall by more than one standard "
+        "error of the difference."
+    )
+    for block, found in known:
+        if found.lacking:
+            lines.append(f"Not finished in all seeds ({block.title}): {', '.join(map(title, found.lacking))}.")
+    rows = []
+    for block, c in known:
+        better = [f"{title(m)} {in_points(c.methods[m])}" for m in c.of("better")]
+        clients, losing = sum(c.harm[AGAIN]), max(c.methods, key=lambda m: c.harm[m][2])
+        widest = max(c.everywhere, key=lambda m: c.everywhere[m])
+        rows.append((
+            block.title, f"{100 * c.alone:.1f}", ", ".join(better) or "none",
+            " / ".join(str(len(c.of(word))) for word in ("equal", "open", "worse")),
+            f"{c.harm[AGAIN][2]:.1f} of {clients:.0f}", f"{title(losing)}, {c.harm[losing][2]:.1f}",
+            f"{title(widest)}, {100 * c.everywhere[widest]:.1f} (alone {100 * c.everywhere['local']:.1f})",
+        ))  # fmt: skip
+    heads = "setting|alone, %:|better than alone, points|equal / open / worse:|lose by chance:|most lose"
+    return [*(line for text in lines for line in (text, "")), *markdown(f"{heads}|highest on all classes, %", rows)]
+
+
+def shortlist(runs: Sequence[Kept]) -> list[str]:
+    """Return the methods that are worse than training alone in no setting, by what they need and reveal."""
+    known = every_block(runs)
+    if not known:
+        return [UNMEASURED]
+    sent = {r.method: r.bytes_up for r in runs if r.block == known[0][0].id}
+    shown = [m for m in registry.discover() if m != "local" and all(m in c.methods for _, c in known)]
+    shown = [m for m in shown if not any(m in c.of("worse") for _, c in known)]
+
+    def needs(method: str) -> tuple[bool, bool, bool, float]:
+        of = registry.get(method)
+        return not of.heterogeneous, of.per_class is not None, bool(of.public_share), sent[method]
+
+    rows: list[tuple[str, ...]] = [(title("local"), "nothing", "nothing", "0.0", *[DASH] * 3)]
+    for method in sorted(shown, key=needs):
+        one, reveals, public, up = needs(method)
+        ordered = sorted(known, key=lambda pair: pair[1].methods[method].mean)
+        low, high = (f"{in_points(c.methods[method])}, {block.id}" for block, c in (ordered[0], ordered[-1]))
+        decided = " / ".join(str(sum(method in c.of(word) for _, c in known)) for word in ("better", "equal", "open"))
+        rows.append((
+            title(method), f"{'one architecture' if one else 'any architectures'}{', public rows' * public}",
+            "facts of single classes" if reveals else "no single classes", f"{up / 1000:.1f}", decided, low, high,
+        ))  # fmt: skip
+    heads = "method|needs|reveals|up, kB:|better / equal / open:|lowest difference, points|highest difference, points"
+    return [
+        f"{counted(len(shown), 'method')} of {len(registry.discover()) - 1} are worse than training alone in no "
+        "setting. They stand in the order of what they need, what they reveal, and what they send.",
+        "", *markdown(heads, rows),
+    ]  # fmt: skip
+
+
 def page(text: str, runs: Sequence[Kept]) -> str:
     """Return the page with every table of `runs`; a block without runs says that it was not measured."""
     for block in definition().block:
         found = of_block(runs, block.id)
         text = replaced(text, block.id, block_table(found) if found else [UNMEASURED])
+    for name, make in {"answer": answer, "shortlist": shortlist}.items():
+        if f"<!-- table:{name} -->" in text:  # the page gets these markers with the runs that they need
+            text = replaced(text, name, make(runs))
     return replaced(text, OVERVIEW, overview_table(runs)) if runs else text
 
 

@@ -15,9 +15,10 @@ from benchmarks.pages import between
 from fedapp import registry
 from fedapp.config import RunConfig, from_flat
 from fedapp.engines.local import run_local
+from fedapp.results.intervals import differences_of
 from fedapp.results.runs import RunResult
 from reproduction.studies import choosing
-from reproduction.studies.choosing import Kept, definition, digest, interval
+from reproduction.studies.choosing import Block, Kept, definition, digest, interval
 
 BLOCK = definition().block[0]
 PAGE = "".join(
@@ -160,3 +161,57 @@ def test_one_command_runs_what_is_missing_and_makes_the_page(
     page.write_text("nothing")
     monkeypatch.setattr("sys.argv", words)
     assert choosing.main() == 2 and "lacks the markers" in capsys.readouterr().err
+
+
+def with_rows(block: Block, method: str, seed: int, share: float, everywhere: float = 0.4) -> Kept:
+    """A run of ten clients with 100 test rows each, which all have the same score."""
+    scores = [share] * 10
+    return Kept(
+        block=block.id, method=method, seed=seed, made="", fedapp="0", rows=(50,) * 10, total=(100,) * 10,
+        received=scores, trained=scores, received_all=(everywhere,) * 10, trained_all=(everywhere,) * 10,
+        bytes_up=2600, bytes_down=2600, seconds=1,
+    )  # fmt: skip
+
+
+def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four methods in a full and a sampled setting: one is 5 points better, one 20 worse, one equal; chance is none."""
+    blocks = tuple(b for b in definition().block if b.id in ("digits", "fashion-100"))
+    short = definition().model_copy(update={"block": blocks})
+    monkeypatch.setattr(choosing, "definition", lambda: short)
+    known = {m: registry.get(m) for m in ("local", "fedgh", "fedavg", "lgfedavg", "fedper")}
+    monkeypatch.setattr(choosing.registry, "discover", lambda: known)
+    shifts = {"local": 0.0, "again": 0.01, "fedgh": 0.05, "fedavg": -0.2, "lgfedavg": 0.0}
+    runs = [
+        with_rows(block, method, seed, 0.5 + 0.01 * seed + shift, 0.7 if method == "fedavg" else 0.4)
+        for block in blocks for method, shift in shifts.items() for seed in range(3)
+    ]  # fmt: skip
+    text = "\n".join(choosing.answer(runs))
+    assert "Of 6 comparisons 2 are better and 2 are worse; 2 are equal within the margin, and 0 are open." in text
+    digits = choosing.compared(runs, "digits")
+    assert digits is not None
+    wanted = differences_of({"a": [0.05] * 3, "b": [-0.2] * 3, "c": [0.0] * 3}, 1 / 1000)["a"]
+    assert (digits.methods["fedgh"].low, digits.methods["fedgh"].high) == pytest.approx((wanted.low, wanted.high))
+    shown = f"+5.0 ({100 * wanted.low:+.1f} to {100 * wanted.high:+.1f})"
+    assert (
+        f"(Fashion-MNIST, 20 of 100 clients a round, Dirichlet 0.1), better than training alone: FedGH by {shown}"
+        in text
+    )
+    assert "harms 0 to 0 % of the clients of a setting by chance" in text
+    assert "Not finished in all seeds (Digits, 10 clients, Dirichlet 0.5): FedPer." in text
+    row = next(line for line in text.splitlines() if line.startswith("| Digits"))
+    assert row == (
+        f"| Digits, 10 clients, Dirichlet 0.5 | 51.0 | FedGH {shown} | 1 / 0 / 1 | 0.0 of 10 | FedAvg, 10.0 "
+        "| FedAvg, 70.0 (alone 40.0) |"
+    )
+    first, _, *table = choosing.shortlist(runs)
+    assert first.startswith("2 methods of 4 are worse than training alone in no setting.")
+    assert [line.split(" | ")[0] for line in table[2:]] == ["| Standalone", "| LG-FedAvg", "| FedGH"], (
+        "by what is revealed"
+    )
+    assert "any architectures | facts of single classes | 2.6 | 2 / 0 / 0 |" in table[-1]
+    without = [run for run in runs if (run.block, run.method, run.seed) != ("digits", "again", 2)]
+    old = [run.model_copy(update={"total": (), "rows": ()}) for run in runs]
+    for incomplete in (without, old, []):
+        assert choosing.answer(incomplete) == choosing.shortlist(incomplete) == [choosing.UNMEASURED]
+    marked = PAGE + "<!-- table:answer -->\n<!-- /table:answer -->\n"
+    assert text in choosing.page(marked, runs) and "comparisons" not in choosing.page(PAGE, runs)
