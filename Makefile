@@ -46,6 +46,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.phrases
 
 # The documentation site, in site/. A warning is an error.
 docs: $(VENV)/.docs

@@ -19,6 +19,7 @@ from fedapp import cli, config, registry
 from tests import site_pages
 from tests.readme import ROOT
 from tests.site_text import relinked, rewritten
+from tools import phrases
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
@@ -171,6 +172,19 @@ def test_docstrings_become_what_numpydoc_and_markdown_read() -> None:
         "Parameters\n----------\na, b\n    the sizes.\nc\n    whether\n    or not.\nd : float\n    A rate.\n\n"
         "Returns\n-------\n:\n    What is left."
     )
+
+
+def test_phrases_are_found_in_pages_and_messages_but_not_in_docstrings(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("It begins anew.\nArrays in\nplace of models.\n")
+    (tmp_path / "fedapp").mkdir()
+    (tmp_path / "fedapp" / "a.py").write_text('"""As ever."""\nTEXT = f"the key {1} is none"\n# whoever\n')
+    assert phrases.found(tmp_path) == ["README.md: anew", "README.md: in\nplace of", "fedapp/a.py: is none"]
+
+
+def test_phrases_that_plain_english_avoids_do_not_come_back() -> None:
+    places = phrases.found(ROOT)
+    assert len(places) <= phrases.MOST, "\n".join(places)
 
 
 @pytest.mark.slow
