@@ -33,6 +33,7 @@ the values are NaN until `receive` has replaced them.
 | `alone(hparams)`                  | when a stored model is used              | whether `score` is the default  |
 | `reply_metrics()`                 | last                                     | no further numbers              |
 | `reference(payload)`              | if updates are clipped                   | the arrays as received          |
+| `feature_batches()`               | for statistics of features               | representations and labels      |
 | `answer(kind, payload)`           | for each query of the server             | an error                        |
 
 Only the arrays that the method declares as `shared` (or `up`) and `extra_up` leave the client.
@@ -45,7 +46,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -84,6 +85,9 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from fedapp.models import SplitModel
+
+ROWS = 4096
+"""Images whose representations are held at a time."""
 
 
 class FedClient(PositionalClient):
@@ -132,6 +136,13 @@ class FedClient(PositionalClient):
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
         """Build the model of a specification; server and clients call the same function."""
         return build_model(**vars(spec))
+
+    @classmethod
+    def trains_plainly(cls) -> bool:
+        """Return whether a client differs from that of FedAvg in the start of its model alone: DP-SGD covers it."""
+        kinds = cls.__mro__[: cls.__mro__.index(FedClient)]
+        own = {n for kind in kinds for n, value in vars(kind).items() if not n.startswith("_") or callable(value)}
+        return own <= {"initial_seed"}
 
     @classmethod
     def initial_arrays(cls, spec: ModelSpec, method: Method, hparams: Any, buffers: str) -> Arrays:
@@ -579,6 +590,12 @@ class FedClient(PositionalClient):
         """Return (n, width) float32 representations of the training split or of `x`, with the test transform."""
         self.model.eval()
         return batched(self.model.represent, self.task.x_train if x is None else x, self.task.inputs)
+
+    def feature_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield features (n, d) and labels (n,) of the training split, `ROWS` images at a time."""
+        for start in range(0, self.task.num_samples, ROWS):
+            part = slice(start, start + ROWS)
+            yield self.representations(self.task.x_train[part]), self.task.y_train[part]
 
     def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
         """Build the model as this client left it before `server_round`; a new client gets its seeded initial model."""

@@ -32,7 +32,6 @@ from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch
 from fedapp.method import Array, Arrays, Payload, Scalar
-from fedapp.privacy import statistics
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
@@ -150,9 +149,6 @@ class CCVRClient(PostHocClient):
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer `statistics` (N_ck and Eq. 2), `totals` (sent before it with cov=sums) or `features` (the oracle)."""
         s = self.settings
-        if kind == "statistics" and self.task.privacy is not None:
-            noised = statistics.release(self, self.blocks(), "classes", kind)
-            return _named(STATISTICS, noised), self.measure("received")
         if kind == "statistics":
             centres = payload.all()[CENTRES] if s.cov == "sums" else None
             found = gaussian.to_arrays(self.moments(), s.cov, s.rank, s.dtype, centres)
@@ -175,7 +171,7 @@ class CCVRClient(PostHocClient):
 
     def features(self) -> Arrays:
         """Return the head's input for every training image, (n, d) float32, and the labels: for the oracle only."""
-        z, label = (torch.cat(parts) for parts in zip(*self.blocks()))
+        z, label = (torch.cat(parts) for parts in zip(*self.feature_batches()))
         z = heads.tukey(z) if self.settings.transforms_input else z
         return {"z": z.cpu().numpy(), "label": label.cpu().numpy()}
 

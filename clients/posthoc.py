@@ -50,7 +50,7 @@ class PostHocClient(FedClient):
         """Build the base's model."""
         return super().build_model(spec, cls.base_hparams)
 
-    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def feature_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (z, label) of the training split in blocks: z (n, d) float32, evaluation mode, no augmentation."""
         for start in range(0, self.task.num_samples, BLOCK):
             part = slice(start, start + BLOCK)
@@ -61,7 +61,7 @@ class PostHocClient(FedClient):
     def described(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the blocks without the rows of classes that have fewer than `min_count` samples here."""
         many = torch.from_numpy(self.task.class_counts() >= self.settings.min_count).to(self.device)
-        for z, label in self.blocks():
+        for z, label in self.feature_batches():
             rows = many[label]
             yield z[rows], label[rows]
 

@@ -11,8 +11,7 @@ After the last round the client answers one query with these sums, in one pass a
 (zeros where it has none): the same shapes whatever it holds. With `scale=fit` the head is then sent back, and a second
 answer holds the sums of its cross-entropies for a fixed list of factors.
 
-With `dp = example` the answer is `sums/count`, `sums/sum` and `sums/square` with noise
-(`fedapp/privacy/statistics.py`).
+With `dp = example` the answer is `sums/count`, `sums/sum` and `sums/square` with noise (`fedapp/privacy/clients.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from fedapp.core import sums
 from fedapp.core.sums import FeatureSums
 from fedapp.lazy import torch
 from fedapp.method import Arrays, Payload
-from fedapp.privacy import statistics
 
 SUMS = "sums/"
 """Prefix of the arrays of an answer."""
@@ -54,9 +52,6 @@ class SumsClient(PostHocClient):
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer `sums`, or `losses` with those of the head that was sent."""
-        if kind == "sums" and self.task.privacy is not None:
-            found_noised = statistics.release(self, self.blocks(), "all" if self.squares else "none", "sums")
-            return {SUMS + name: array for name, array in found_noised.items()}, self.measure("received")
         if kind == "sums":
             found = FeatureSums(self.task.num_classes, self.model.width, self.squares)
             for z, label in self.described():

@@ -5,9 +5,9 @@ This module imports no other module of the project, so both sides of a method ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,9 +194,37 @@ class Sums:
     rows: str = ""
 
 
+class Permits(NamedTuple):
+    """The forms other than the plain one in which a run may read the arrays of a reduction.
+
+    Attributes
+    ----------
+    sums : how they may be summed before the server sees them; None = it needs those of each client.
+    guards : measures against clients that lie: `rules` for averages, an `own` rule, `count-cap` where sample counts are
+        weights.
+    units : the values of `dp`, `example` or `client`, for which they have a form with noise.
+    cap : the value of `count-cap = auto` on real nodes, as a multiple of the median.
+    """
+
+    sums: Sums | None = None
+    guards: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    cap: float = 10.0
+
+
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction of the same arrays of all replies. The kinds stand in `fedapp/reduce/spec.py`."""
+    """A reduction of the same arrays of all replies. The kinds stand in `fedapp/reduce/spec.py`.
+
+    Attributes
+    ----------
+    least : the hyperparameter that leaves out classes with fewer samples; empty = there is none; None = the arrays say
+        nothing of single classes.
+    fixed : names of arrays that must be equal in all answers of a client to queries.
+    """
+
+    least: str | None = field(default=None, kw_only=True)
+    fixed: tuple[str, ...] = field(default=(), kw_only=True)
 
     def form(self, context: ServerContext, state: ServerState) -> Arrays | None:
         """Return arrays of the names, shapes and dtypes in a reply, or None where the method alone knows them."""
@@ -207,21 +235,19 @@ class Reduction:
         return None
 
     @property
-    def sums(self) -> Sums | None:
-        """How these arrays may be summed before the server sees them; None = it needs those of each client."""
-        return None
-
-    @property
-    def guards(self) -> tuple[str, ...]:
-        """Possible measures against clients that lie in these arrays, see `Method.guards`."""
-        return ()
+    def permits(self) -> Permits:
+        """The further forms of these arrays."""
+        return Permits()
 
 
 Reductions: TypeAlias = Mapping[str, Mapping[str, Reduction]]
-"""Reductions by exchange (`train` or `query.<kind>`), and in it by a name of the method's choice."""
+"""Reductions by exchange (`train`, `prepare` or `query.<kind>`), and in it by a name of the method's choice."""
 
-UNTESTED = ("scaffold",)
-"""Methods whose reductions would permit secure sums: refused until a test of their own shows equal numbers."""
+UNTESTED: Mapping[str, tuple[str, ...]] = {
+    "secure-sum": ("scaffold",),
+    "dp": ("ditto", "fedetf", "fedrod", "feduv"),
+}
+"""Methods whose reductions would permit secure sums or `dp = client`: refused until they have a test of their own."""
 
 
 @dataclass(frozen=True)
@@ -251,21 +277,9 @@ class Method:
     public_share : share of the training images that is held back from the clients as the public set of a method that
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
     reduces : reductions of each exchange, or a function of the hyperparameters that gives them. None: the
-        mean of the shared arrays, or, where the strategy has an `aggregate` of its own, nothing.
-    per_class : what replies say of single classes: None = nothing; else the hyperparameter that leaves out classes with
-        fewer images, "" where there is none.
+        mean of the shared arrays.
     columns : numbers of `reply_metrics` that rounds.csv (mean over clients) and clients.csv have a column for.
     metrics : its other numbers. The server refuses a reply with a number that neither names.
-    guards : what can be done against clients that lie, or a function of the hyperparameters that gives it: `rules` of
-        `robust` for averages, `own` rule of the method, `count-cap` where sample counts are weights. None: it follows
-        from `reduces`.
-    count_cap : what `count-cap = auto` is on real nodes, as a multiple of the median.
-    votes : whether rules fit the averages of the training; None = where `guards` names them. A method that makes a head
-        after the training may have no rule for that, and the training is its base's all the same.
-    sum_only : how replies may be summed before the server sees them (`secure-sum`), or a function of the
-        hyperparameters that says so. None: it follows from `reduces`.
-    private : the values of `dp` for which the method has a form with noise, or a function of the hyperparameters that
-        gives them.
     linear : whether logits are the linear head's, on what `head_input` makes of a representation; only such a head can
         be calibrated by another method.
     head : what the server must know of the head, in an app whose layers have other names: `shape`, its classes C and
@@ -293,14 +307,8 @@ class Method:
     resolve: Callable[[Any, Callable[[str], Method]], Method] | None = None
     public_share: float = 0.0
     reduces: Reductions | Callable[[Any], Reductions] | None = None
-    per_class: str | None = None
     columns: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
-    guards: tuple[str, ...] | Callable[[Any], tuple[str, ...]] | None = None
-    count_cap: float = 10.0
-    votes: bool | None = None
-    sum_only: Sums | Callable[[Any], Sums | None] | None = None
-    private: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ()
     linear: bool = True
     head: Literal["shape", "names", "none"] = "shape"
     warn: Callable[[Any, str, str], str | None] | None = None
@@ -326,30 +334,38 @@ class Method:
         return self.reduces(hparams) if callable(self.reduces) else self.reduces
 
     def guarded_by(self, hparams: BaseHParams) -> tuple[str, ...]:
-        """Return what can be done against clients that lie, with these hyperparameters."""
-        if self.guards is not None:
-            return self.guards(hparams) if callable(self.guards) else self.guards
-        reductions = self.reductions(hparams)
-        if not reductions:
-            return ("rules", "count-cap")
-        return tuple(dict.fromkeys(g for found in reductions.values() for r in found.values() for g in r.guards))
+        """Return the possible measures against clients that lie, with these hyperparameters.
+
+        `rules` of `robust` for averages, the `own` rule of a method, and `count-cap` where sample counts are weights.
+        Rules for averages are of no use where another exchange has no rule.
+        """
+        exchanges = [found for of in self.reductions(hparams).values() if (found := _guards(of.values()))]
+        voted = all("rules" in found or "own" in found for found in exchanges)
+        return tuple(dict.fromkeys(g for found in exchanges for g in found if g != "rules" or voted))
 
     def votes_on(self, hparams: BaseHParams) -> bool:
         """Return whether rules fit the averages of the training, with these hyperparameters."""
-        return "rules" in self.guarded_by(hparams) if self.votes is None else self.votes
+        return "rules" in _guards(self.reductions(hparams).get("train", {}).values())
+
+    def usual_cap(self, hparams: BaseHParams) -> float:
+        """Return the value of `count-cap = auto` on real nodes, as a multiple of the median."""
+        return min((r.permits.cap for r in self._all(hparams)), default=Permits().cap)
+
+    def class_threshold(self, hparams: BaseHParams) -> str | None:
+        """Return the hyperparameter that leaves out of replies classes with fewer samples.
+
+        It is empty where replies hold numbers of every class, and None where they hold none of single classes.
+        """
+        found = {r.least for r in self._all(hparams) if r.least is not None}
+        return None if not found else found.pop() if len(found) == 1 else ""
 
     def sums(self, hparams: BaseHParams) -> Sums | None:
         """Return how replies may be summed before the server sees them, with these hyperparameters."""
-        if self.sum_only is not None:
-            return self.sum_only(hparams) if callable(self.sum_only) else self.sum_only
-        reductions = self.reductions(hparams)
-        found = [r.sums for exchange in reductions.values() for r in exchange.values()]
+        found = [r.permits.sums for r in self._all(hparams)]
         sums = [s for s in found if s is not None]
-        asked = {f"query.{kind}" for kind in self.queries}
-        if not found or len(sums) < len(found) or asked - reductions.keys() or self.id in UNTESTED:
+        asked = {f"query.{kind}" for kind in self.queries} - self.reductions(hparams).keys()
+        if not found or len(sums) < len(found) or asked or self._untested("secure-sum"):
             return None
-        if self.reduces is None and not self.strategy.__module__.startswith("strategies."):
-            return None  # a method of another package may read single replies without saying so
         weights, rows = ({getattr(s, name) for s in sums} - {""} for name in ("weights", "rows"))
         if len(weights) > 1 or len(rows) > 1:
             return None  # a sum has one kind of weights and one array with a row for each class
@@ -357,8 +373,27 @@ class Method:
         return Sums(next(iter(weights), "samples"), totals, next(iter(rows), ""))
 
     def units(self, hparams: BaseHParams) -> tuple[str, ...]:
-        """Return the values of `dp` for which the method has a form with noise, with these hyperparameters."""
-        return self.private(hparams) if callable(self.private) else self.private
+        """Return the values of `dp` for which all that clients send has noise, with these hyperparameters.
+
+        `example`: all arrays of the training have a form with noise, and those of a query. `client`: the reply is one
+        mean of model arrays. `sgd`: the same, by a client that trains as that of FedAvg does.
+        """
+        train = [r.permits.units for r in self.reductions(hparams).get("train", {}).values()]
+        every = [r.permits.units for r in self._all(hparams)]
+        if ("example",) in every:
+            return ("example",) if all(units == ("example",) for units in train) else ()
+        if train != [("client",)] or every != train or self.extra_up or self._untested("dp"):
+            return ()
+        return ("sgd", "client") if self.client.trains_plainly() else ("client",)
+
+    def _all(self, hparams: BaseHParams) -> list[Reduction]:
+        """Return the reductions of all exchanges."""
+        return [r for of in self.reductions(hparams).values() for r in of.values()]
+
+    def _untested(self, what: str) -> bool:
+        """Return whether this method, or the base that it was built on, is in `UNTESTED`."""
+        names = {self.id, *(c.__module__.removeprefix("strategies.") for c in self.strategy.__mro__)}
+        return not names.isdisjoint(UNTESTED[what])
 
     @property
     def headlines(self) -> tuple[str, ...]:
@@ -374,3 +409,10 @@ class Method:
     def allows(self, name: str) -> bool:
         """Return whether `name` is one of the further arrays that the method declares for replies."""
         return any(name == e or (e.endswith("/") and name.startswith(e)) for e in self.extra_up)
+
+
+def _guards(reductions: Iterable[Reduction]) -> list[str]:
+    """Return the possible measures in an exchange; rules for averages must fit all its arrays."""
+    found = [r.permits.guards for r in reductions]
+    voted = all("rules" in guards for guards in found)
+    return [g for guards in found for g in guards if g != "rules" or voted]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from clients.posthoc import Untrained
-from fedapp.core import heads, names
+from fedapp.core import heads
 from fedapp.errors import BadRequest, hyperparameters, named_values
 from fedapp.method import (
     ALL,
@@ -30,7 +30,6 @@ from fedapp.method import (
     Scored,
     ServerContext,
     ServerState,
-    Sums,
 )
 from fedapp.models import is_own
 from fedapp.reduce.spec import Query, Reduced
@@ -94,7 +93,6 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
             )
         return "; ".join(text for text in found if text) or None
 
-    summed = _together(base.sums(inner), outer.sums(settings))
     return dataclasses.replace(
         outer,
         title=f"{outer.title} after {base.title}",
@@ -103,31 +101,15 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
         shared=base.shared_prefixes(inner),
         up=base.up,
         extra_up=(*base.extra_up, *outer.extra_up),
-        per_class=outer.per_class if base.per_class is None else "",
         same_width=base.same_width,
         defaults=base.defaults,
         metrics=(*base.columns, *base.metrics, *outer.metrics),
         queries=(*base.queries, *outer.queries),
         columns=(*base.columns, *outer.columns),
         reduces={**base.reductions(inner), **outer.reductions(settings)},
-        sum_only=lambda hparams: summed,
-        guards=outer_guards(outer.guarded_by(settings), base.guarded_by(inner)),
-        votes=base.votes_on(inner),
-        private=outer.private if base is NONE else (),
         resolve=None,
         warn=warn,
     )
-
-
-def _together(base: Sums | None, outer: Sums | None) -> Sums | None:
-    """Return how replies of both may be summed, or None if those of one may not."""
-    return dataclasses.replace(base, totals=(*base.totals, *outer.totals)) if base and outer else None
-
-
-def outer_guards(outer: tuple[str, ...], base: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the guards of both. Without a rule of the outer method's own, rules for the base's averages are no use."""
-    kept = tuple(g for g in base if g != "rules" or "own" in outer)
-    return kept + tuple(g for g in outer if g != "rules" and g not in kept)
 
 
 def leaves_one_head(base: Method, hparams: BaseHParams) -> bool:
@@ -141,13 +123,12 @@ class PostHoc(Strategy):
     The state keeps the model as the base trained it. The arrays that replace parts of it are kept beside it, under the
     method's id. So a second repair, or further training after a repair, starts from the trained model.
 
-    `settings` and `base_hparams` are set where a subclass is added to the base's. `answers` gives the prefix of
-    the arrays that answer each query.
+    `settings` and `base_hparams` are set where a subclass is added to the base's. `queries` are those of this method.
     """
 
     settings: ClassVar[Any] = None
     base_hparams: ClassVar[BaseHParams] = BaseHParams()
-    answers: ClassVar[Mapping[str, str]] = {}
+    queries: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, method: Method, hparams: Any, **flower: Any) -> None:
         super().__init__(method, self.base_hparams, **flower)
@@ -155,10 +136,6 @@ class PostHoc(Strategy):
     def repair(self, state: ServerState) -> Payload:
         """Return the arrays that replace trained ones, and the scalars that go with them."""
         return Payload(common=state[self.method.id]["head"])
-
-    def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:
-        """Say what is wrong with an answer to the query `kind`; `arrays` have their names without the prefix."""
-        return None
 
     def repaired(self, state: ServerState) -> Payload:
         """Return the repair, or an empty payload before it."""
@@ -259,15 +236,8 @@ class PostHoc(Strategy):
         return {**super().report(state, final), "calibration": found}
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Say what is wrong with a reply; the base method checks those that do not answer a query of this method."""
-        kind = reply.kind.removeprefix("query.")
-        prefix = self.answers.get(kind) if reply.kind != kind else None
-        for name in reply.arrays:
-            if not name.startswith(prefix) if prefix else name.startswith(tuple(self.answers.values())):
-                return f"'{name}' was not asked for"
-        if prefix is None:
-            return super().check(state, reply)
-        return self.check_answer(kind, names.under(prefix, reply.arrays), reply)
+        """Check a reply as the base does; an answer to a query of this method has the form of its reduction."""
+        return None if reply.kind.removeprefix("query.") in self.queries else super().check(state, reply)
 
 
 def mean_accuracy(metrics: Iterable[Mapping[str, Any]]) -> float | None:
@@ -294,6 +264,5 @@ NONE = Method(
     up=(),
     reduces={"train": {}},
     global_model=True,
-    sum_only=Sums(),
 )
 """The base that trains nothing; it is no method of its own."""

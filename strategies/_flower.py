@@ -12,6 +12,7 @@ clients that send it. The last layer of the app's model must be called `head`, u
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from logging import INFO, WARNING
 from typing import Any, Self
@@ -25,7 +26,7 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 
 from fedapp.errors import BadRequest, plain
 from fedapp.method import HEAD, Arrays, ClientInfo, Payload, Reply, ServerContext, ServerState
-from fedapp.reduce.reader import Policy, Reader
+from fedapp.reduce.reader import Check, Policy, Reader
 from fedapp.reduce.spec import Query
 from fedapp.sampling import rng, sample_clients
 from fedapp.transport.records import Encoder, arrays_of, encoded, reject
@@ -117,15 +118,14 @@ class FlowerStrategy(FedAvg):
 
         A class that defines this function gets the replies one by one.
         """
-        reduced = self.reader.reduce("train", replies, state)
+        sent = functools.partial(self.maths.send_each, state, server_round)
+        reduced = self.reader.reduce("train", replies, state, sent)
         new = self.maths.update(state, server_round, reduced)
         reduced.drain()
         noted = reduced.noted(state.get("robust", {}))
         return {**new, "robust": noted} if noted else new
 
-    def checker(
-        self, state: ServerState, kind: str, shared: Callable[[str], bool] | None = None
-    ) -> Callable[[Reply], str | None]:
+    def checker(self, state: ServerState, kind: str, shared: Callable[[str], bool] | None = None) -> Check:
         """Return a function that gives the problem of a reply to `kind`, or None.
 
         A form that does not fit the declarations is refused; then the method checks the reply.
@@ -277,7 +277,9 @@ class FlowerStrategy(FedAvg):
             content = RecordDict({self.arrayrecord_key: ArrayRecord(arrays), self.configrecord_key: settings})
             yield Message(content=content, dst_node_id=node_of[client], message_type=kind)
 
-    def _checked(self, replies: Iterable[Message], kind: str) -> Iterator[tuple[Reply, RecordDict]]:
+    def _checked(
+        self, replies: Iterable[Message], kind: str, further: Check = lambda reply: None
+    ) -> Iterator[tuple[Reply, RecordDict]]:
         """Yield good replies with their content, in the order of client ids; log why another one does not count."""
         assert self._state is not None
         expected = self._shared() if kind == "train" else {}
@@ -294,7 +296,8 @@ class FlowerStrategy(FedAvg):
             client = self._clients[message.metadata.src_node_id]
             try:
                 reply, content = self._reply(message, client, kind, arrival, list(expected))
-                problem = reject(reply.arrays, expected, {"num-examples": reply.num_samples}) or check(reply)
+                problem = reject(reply.arrays, expected, {"num-examples": reply.num_samples})
+                problem = problem or check(reply) or further(reply)
             except (KeyError, TypeError, ValueError, OverflowError) as e:
                 problem = str(e)
             if problem:
@@ -349,7 +352,7 @@ class FlowerStrategy(FedAvg):
     def _query(self, grid: Grid) -> Query:
         """Return the query of the method, which sends one message to every node."""
 
-        def asked(stage: str, payload: Payload) -> Iterator[Reply]:
+        def asked(stage: str, payload: Payload, repeated: Check) -> Iterator[Reply]:
             log(INFO, "%s: asking %s nodes", stage, len(self._clients))
             encoder = Encoder()
             arrays = ArrayRecord({name: encoder.common(a) for name, a in payload.all().items()})
@@ -357,7 +360,7 @@ class FlowerStrategy(FedAvg):
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
             connected = set(grid.get_node_ids())
             messages = [Message(content, node, stage) for node in self._clients if node in connected]
-            return (reply for reply, _ in self._checked(grid.send_and_receive(messages), stage))
+            return (reply for reply, _ in self._checked(grid.send_and_receive(messages), stage, repeated))
 
         return self.reader.query(asked)
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clients.sums import SUMS, SumsClient, SumsHParams
-from fedapp.core import privacy, sums
+from fedapp.core import sums
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
 from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
@@ -47,7 +47,7 @@ class HeadFromSums(PostHoc):
     """The base method's strategy, with a head in closed form after its last round."""
 
     settings: ClassVar[Any] = None
-    answers: ClassVar[Mapping[str, str]] = {"sums": SUMS, "losses": SUMS}
+    queries = ("sums", "losses")
     apart: ClassVar[bool] = False
     """Whether the head needs each client's sums, and not only their total."""
 
@@ -101,10 +101,9 @@ def class_sums(squares: bool, apart: bool) -> Total:
     def read(context: ServerContext, arrays: Arrays) -> Arrays:
         return {n: sums.second_moments(a, context.width) if n == "a" else a for n, a in arrays.items()}
 
-    moments: privacy.Squares = "all" if squares else "none"
     return Total(
         SUMS, arrays, check, lambda arrays: float(arrays["b"][:, -1].sum()), read, apart,
-        moments=None if apart else moments, remade=_remade,
+        moments=None if apart else "all" if squares else "none", remade=_remade, least="min_count",
     )  # fmt: skip
 
 
@@ -151,16 +150,14 @@ def head_method(
         hparams=hparams,
         shared=ALL,
         extra_up=(SUMS,),
-        per_class="min_count",
         global_model=True,
         deploy_as="received",
         travels=travels,
-        queries=("sums", "losses"),
+        queries=HeadFromSums.queries,
         reduces={
             "query.sums": {"sums": class_sums(client.squares, strategy.apart)},
             "query.losses": {"losses": LOSSES},
         },
-        private=() if strategy.apart else ("example",),
         resolve=resolve,
     )
     return outer

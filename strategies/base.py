@@ -32,6 +32,7 @@ from __future__ import annotations
 from typing import Any
 
 from fedapp.method import Method, Reductions
+from fedapp.reduce.spec import USUAL, Each
 from strategies._flower import FlowerStrategy
 from strategies._maths import Maths
 
@@ -51,5 +52,9 @@ class Strategy(Maths, FlowerStrategy):
 
     @classmethod
     def usual_reductions(cls) -> Reductions:
-        """Return the reductions of a method that declares none: the mean; with an own `aggregate`, nothing."""
-        return super().usual_reductions() if cls.aggregate is FlowerStrategy.aggregate else {}
+        """Return the reductions of a method that declares none: the mean.
+
+        A class of another package, or with an `aggregate` of its own, may read single replies too.
+        """
+        known = cls.__module__.startswith("strategies.") and cls.aggregate is FlowerStrategy.aggregate
+        return super().usual_reductions() if known else {"train": {**USUAL, "replies": Each(grouped=True)}}

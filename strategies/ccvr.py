@@ -46,9 +46,7 @@ class CCVR(PostHoc):
     """The base method's strategy, with a calibration of the head after its last round."""
 
     settings: ClassVar[CCVRHParams] = CCVRHParams()
-    answers: ClassVar[Mapping[str, str]] = {"statistics": STATISTICS, "totals": STATISTICS, "features": FEATURES}
-    counted: Mapping[int, Array] = {}
-    """Class counts of the first of two answers, by client, while the second one is asked for."""
+    queries = ("statistics", "totals", "features")
 
     def finalize(self, state: ServerState, query: Query) -> ServerState:
         """Query statistics, draw virtual representations, re-train the head, and score before and after."""
@@ -95,7 +93,6 @@ class CCVR(PostHoc):
         question = w
         if self.settings.cov == "sums":
             first = query("totals", Payload(common=w))
-            self.counted = {r.client: r.arrays[STATISTICS + "count"] for r in first}
             total = first.totals("totals").sums
             if first.clients:
                 question = {**w, CENTRES: total["sum"] / np.maximum(total["count"], 1)[:, None]}  # Eq. 3
@@ -112,16 +109,12 @@ class CCVR(PostHoc):
             z, y = z[rows], y[rows]
         return z, y
 
-    def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:
-        """Refuse malformed features, and a second answer that does not fit the first."""
-        if kind == "features":
-            width, classes = self.context.width, self.context.num_classes
-            return heads.problem_of(arrays.get("z"), arrays.get("label"), width, classes)
-        # Of a sum, a client may have been blocked after the first answer.
-        before = self.counted.get(reply.client) if kind == "statistics" and not reply.members else None
-        if before is not None and not np.array_equal(before, arrays["count"]):
-            return "its class counts are not those of its first answer"
-        return None
+    def check(self, state: ServerState, reply: Reply) -> str | None:
+        """Refuse malformed features."""
+        if reply.kind != "query.features":
+            return super().check(state, reply)
+        z, y = (reply.arrays.get(FEATURES + name) for name in ("z", "label"))
+        return heads.problem_of(z, y, self.context.width, self.context.num_classes)
 
     def repair(self, state: ServerState) -> Payload:
         """Return phi~, and whether Tukey's transform comes before it."""
@@ -185,10 +178,11 @@ def reductions(hparams: CCVRHParams) -> Reductions:
         },
         _totals_problem, lambda arrays: float(arrays["count"].sum()), capped=False,
     )  # fmt: skip
+    pooled = Gaussians(STATISTICS, hparams.cov, CENTRES, least="min_count", fixed=(STATISTICS + "count",))
     return {
-        "query.statistics": {"statistics": Gaussians(STATISTICS, hparams.cov, CENTRES)},
+        "query.statistics": {"statistics": pooled},
         "query.totals": {"totals": totals} if hparams.cov == "sums" else {},
-        "query.features": {"features": Each()} if hparams.oracle else {},
+        "query.features": {"features": Each(cap=False, least="")} if hparams.oracle else {},
     }
 
 
@@ -200,7 +194,7 @@ def resolve(hparams: CCVRHParams, lookup: Callable[[str], Method]) -> Method:
 def composed(outer: Method, hparams: CCVRHParams, lookup: Callable[[str], Method]) -> Method:
     """Return `outer`, which is CCVR or built on it, on its base."""
     if not hparams.oracle:
-        outer = dataclasses.replace(outer, extra_up=(STATISTICS,), per_class="min_count")
+        outer = dataclasses.replace(outer, extra_up=(STATISTICS,))
     return built_on(outer, hparams, lookup)
 
 
@@ -217,15 +211,11 @@ METHOD = Method(
     hparams=CCVRHParams,
     shared=ALL,
     extra_up=(STATISTICS, FEATURES),
-    per_class="",
     global_model=True,
     deploy_as="received",
     travels="what the base method shares; once, count, mean and covariance of every class",
-    queries=("statistics", "totals", "features"),
+    queries=CCVR.queries,
     reduces=reductions,
-    # The counts of five classes out of ten that one client makes up outweigh four honest clients with 10.
-    count_cap=2.0,
-    private=("example",),
     resolve=resolve,
     warn=_warn,
 )

@@ -22,6 +22,7 @@ Layers that are not in `layers` are averaged as in FedAvg.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -30,11 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
-from fedapp.core.averages import RunningMean
 from fedapp.core.classwise import Uploads, class_globals, class_weights, mix, norm_distribution, weakly_held
-from fedapp.core.robust import RobustMean, capped_masses, changes_bounded, row_bounded
 from fedapp.learning.metrics import mean, tidy
 from fedapp.method import ALL, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.reduce.spec import Each, Mean, Reduced
 from strategies.base import Strategy
 
 Float64 = NDArray[np.float64]
@@ -91,38 +91,14 @@ class CwFedAvg(Strategy):
             return f"distribution must hold {self.context.num_classes} shares that sum to 1"
         return None
 
-    def _distribution(self, reply: Reply) -> Float64:
-        """Return p~_i of a reply (line 8), or the client's true p_i in the ablation."""
-        if self.hparams.dist == "approx":
-            return norm_distribution(reply.arrays["head.weight"])  # Eq. 4
-        sent = reply.arrays["distribution"].astype(np.float64)
-        p: Float64 = sent / sent.sum()
-        return p
-
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Take p~ from the uploads and form Q over the clients that answered (lines 8 and 9)."""
         names, classes = self._names(), self.context.num_classes
-        common: RunningMean | RobustMean = RunningMean()
-        pt, uploads = dict(state["pt"]), Uploads(classes)
-        believed: dict[int, tuple[float, Float64]] = {}
-        if self.policy.robust.rules:
-            common = RobustMean(state["common"], ("norm",), self.policy.robust.robust_f)
-            replies = self._bounded(state, server_round, list(replies))
-            counts = np.array([reply.num_samples for reply in replies])
-            masses = zip(*capped_masses(counts, np.stack([self._distribution(reply) for reply in replies])))
-            believed = dict(zip((reply.client for reply in replies), masses))
+        pt, uploads, given = dict(state["pt"]), Uploads(classes), dict[int, tuple[float, Float64]]()
         distances: list[float] = []
-        order: list[int] = []
-        sizes: list[float] = []
-        shares: list[Float64] = []
-        for reply in replies:
-            n, p = float(reply.num_samples), self._distribution(reply)
-            pt[reply.client] = p
-            order.append(reply.client)
-            common.add({name: reply.arrays[name] for name in state["common"]}, n)
-            n, p = believed.get(reply.client, (n, p))
-            sizes.append(n)
-            shares.append(p)
+        for reply, n, p in reduced.shares():  # n_i and p~_i, as far as the run believes them
+            pt[reply.client] = distribution(self.hparams, reply.arrays)  # line 8
+            given[reply.client] = n, p
             uploads.add({name: reply.arrays[name] for name in names}, n, p)
             distance = reply.metrics.get("wdr")
             distances.append(float(distance) if isinstance(distance, (int, float)) else np.nan)
@@ -130,8 +106,8 @@ class CwFedAvg(Strategy):
         if not rows:
             return {**state, "wdr": np.append(state["wdr"], np.nan)}
         q = class_weights(uploads.n, uploads.p)  # Eq. 6
-        share = dict(zip(order, class_weights(np.array(sizes), np.stack(shares))))
-        earlier = state.get("share", {})
+        sizes, shares = zip(*given.values())
+        share, earlier = dict(zip(given, class_weights(np.array(sizes), np.stack(shares)))), state.get("share", {})
         # A weakly held class keeps its g_j of the round before: one more row, with the whole weight of that class.
         for j in np.flatnonzero(weakly_held(uploads.n, uploads.p, self.hparams.tau)):
             rows.append(class_globals(_rows(state), state["q"][:, [j]])[0])
@@ -142,41 +118,13 @@ class CwFedAvg(Strategy):
         if len(rows) > classes:
             rows, q = class_globals(rows, q), np.eye(classes)  # Eq. 5
         return {
-            "common": common.mean(),
+            "common": reduced.arrays("common"),
             "rows": dict(enumerate(rows)),
             "q": q,
             "share": share,
             "pt": pt,
             "wdr": np.append(state["wdr"], mean(distances)),
         }
-
-    def _bounded(self, state: ServerState, server_round: int, replies: list[Reply]) -> list[Reply]:
-        """Return replies whose class-wise layers changed no more than the median client's.
-
-        In the head that holds for the row of each class by itself, with its bias. No vote is possible there: a class
-        may be held by one client.
-        """
-        if not replies:
-            return []
-        sent = {c: payload.all() for c, payload in self.send_each(state, server_round, [r.client for r in replies])}
-        new = [dict(reply.arrays) for reply in replies]
-        head = [n for n in self._names() if n.startswith("head.")]
-        if trunk := [n for n in self._names() if n not in head]:
-            parts = changes_bounded(
-                [{n: r.arrays[n] for n in trunk} for r in replies],
-                [{n: sent[r.client][n] for n in trunk} for r in replies],
-            )
-            new = [{**arrays, **part} for arrays, part in zip(new, parts)]
-        if head:
-            rows = row_bounded(
-                np.stack([_rows_of({n: r.arrays[n] for n in head}) for r in replies]),
-                np.stack([_rows_of({n: sent[r.client][n] for n in head}) for r in replies]),
-            )
-            for arrays, values in zip(new, rows):
-                ends = np.cumsum([arrays[n].reshape(len(values), -1).shape[1] for n in head])[:-1]
-                for n, part in zip(head, np.split(values, ends, axis=1)):
-                    arrays[n] = part.reshape(arrays[n].shape).astype(arrays[n].dtype)
-        return [dataclasses.replace(reply, arrays=arrays) for reply, arrays in zip(replies, new)]
 
     def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
         """Return A = P Q^T (Eqs. 6 and 7), for every client that has sent a model.
@@ -196,14 +144,18 @@ class CwFedAvg(Strategy):
         return {"wdr": [tidy(v) for v in state["wdr"].tolist()], "classwise_layers": list(layers)}
 
 
+def distribution(hparams: CwFedAvgHParams, arrays: Arrays) -> Float64:
+    """Return p~_i (K,) of an upload (Eq. 4), or the client's true p_i in the ablation."""
+    if hparams.dist == "approx":
+        return norm_distribution(arrays["head.weight"])
+    sent = arrays["distribution"].astype(np.float64)
+    p: Float64 = sent / sent.sum()
+    return p
+
+
 def class_models(state: ServerState) -> list[Arrays]:
     """Return the K class-specific global models g_j (Eq. 5), their class-wise layers alone."""
     return class_globals(_rows(state), state["q"])
-
-
-def _rows_of(head: Arrays) -> Float64:
-    """Return the head's arrays side by side, (K, d + 1): one row for each class."""
-    return np.concatenate([a.reshape(len(a), -1).astype(np.float64) for a in head.values()], axis=1)
 
 
 def _rows(state: ServerState) -> list[Arrays]:
@@ -213,9 +165,7 @@ def _rows(state: ServerState) -> list[Arrays]:
 
 def _resolve(hparams: CwFedAvgHParams, lookup: Callable[[str], Method]) -> Method:
     """Only the ablation may send label distributions."""
-    return (
-        dataclasses.replace(METHOD, extra_up=("distribution",), per_class="") if hparams.dist == "empirical" else METHOD
-    )
+    return dataclasses.replace(METHOD, extra_up=("distribution",)) if hparams.dist == "empirical" else METHOD
 
 
 def _warn(hparams: CwFedAvgHParams, optimizer: str, augment: str) -> str | None:
@@ -235,7 +185,14 @@ METHOD = Method(
     hparams=CwFedAvgHParams,
     shared=ALL,
     travels="the whole model, both ways; each client gets its own",
-    guards=("own", "count-cap"),
+    reduces=lambda hparams: {
+        "train": {
+            "common": Mean(lambda context, state: state["common"]),
+            "uploads": Each(
+                share=functools.partial(distribution, hparams), least="" if hparams.dist == "empirical" else None
+            ),
+        }
+    },
     resolve=_resolve,
     columns=("cross-entropy",),
     metrics=("wdr",),

@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from clients.fd import FDClient, FDHParams
-from fedapp.core.robust import shortened
+from fedapp.core.classmeans import shortened
 from fedapp.method import NONE, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Reduced, Rows
 from strategies.base import Strategy
@@ -102,7 +102,6 @@ METHOD = Method(
     hparams=FDHParams,
     shared=NONE,
     extra_up=("outputs", "labels"),
-    per_class="",
     heterogeneous=True,
     same_width=False,
     travels="mean outputs per class, both ways",

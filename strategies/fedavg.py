@@ -25,5 +25,4 @@ METHOD = Method(
     head="none",
     global_model=True,
     deploy_as="received",
-    private=("sgd", "client"),
 )

@@ -96,5 +96,4 @@ METHOD = Method(
     head="none",
     global_model=True,
     deploy_as="received",
-    private=("sgd", "client"),
 )

@@ -40,5 +40,4 @@ METHOD = Method(
     reduces=lambda hparams: {"train": {"body": Mean(_body, hparams.weights)}},
     global_model=True,
     travels="the whole model down, the body up",
-    private=("client",),
 )

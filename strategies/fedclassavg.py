@@ -62,10 +62,9 @@ METHOD = Method(
     hparams=FedClassAvgHParams,
     shared=_shared,
     head="names",
-    reduces=lambda hparams: {"train": {"own": Each()} if hparams.share == "none" else {"model": Mean()}},
+    reduces=lambda hparams: {"train": {"own": Each(cap=False)} if hparams.share == "none" else {"model": Mean()}},
     heterogeneous=True,
     travels="the head, both ways",
     defaults=TrainDefaults(augment="weak"),
-    private=lambda hparams: () if hparams.share == "none" else ("client",),
     warn=_warn,
 )

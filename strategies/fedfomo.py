@@ -115,5 +115,5 @@ METHOD = Method(
     head="none",
     travels="up to M other clients' whole models down, the whole model and M numbers up",
     metrics=("fomo-weights",),
-    reduces={"train": {"models": Each()}},
+    reduces={"train": {"models": Each(cap=False)}},
 )

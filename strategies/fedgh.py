@@ -35,6 +35,8 @@ from strategies.base import Strategy
 
 NOISED = "noised/"
 """Prefix of sums and counts with noise."""
+LEAST = "min_class_count"
+"""The hyperparameter that leaves out classes with fewer images."""
 Float64 = NDArray[np.float64]
 Labels = NDArray[np.int64]
 
@@ -168,11 +170,8 @@ METHOD = Method(
     shared=HEAD,
     up=NONE,
     extra_up=("lar", "labels", NOISED),
-    reduces={"train": {"lar": Rows("lar", noised=NOISED)}},
-    per_class="min_class_count",
+    reduces={"train": {"lar": Rows("lar", noised=NOISED, least=LEAST)}},
     heterogeneous=True,
     travels="class means up, the header down",
-    guards=("own",),
     columns=("lar-seconds",),
-    private=("example",),
 )

@@ -15,7 +15,7 @@ With Sigma = 0 this is FedGH with `header_epochs` = M, bit for bit: that run say
 `source=pooled` draws from one Gaussian a class, as CCVR does. That means something only where features mean the
 same at all clients, so the server measures which share of the variance within classes lies between the clients' means,
     rho = sum_s sum_k b_k |mu_ks - mu_s|^2 / (that + sum_s sum_k a_k tr Sigma_ks),
-over classes of two clients or more, (a_k, b_k) as in `pool`, of what `robust` leaves. Where it is above one half in
+over classes of two clients or more, (a_k, b_k) as in `pool`. Where it is above one half in
 round 1 `source=pooled` is refused; later rounds above it are named in the summary.
 """
 
@@ -32,9 +32,9 @@ from fedapp.core.mixture import Gaussian, between_share, by_class, pool
 from fedapp.core.virtual import draw, factorise
 from fedapp.errors import BadRequest, Impossible
 from fedapp.learning.metrics import tidy
-from fedapp.method import HEAD, NONE, Method, Reply, Scored, ServerContext, ServerState
+from fedapp.method import HEAD, NONE, Method, Reductions, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Rows
-from strategies.fedgh import FedGH, Float64, LARs
+from strategies.fedgh import LEAST, FedGH, Float64, LARs
 
 MOST_BETWEEN = 0.5
 """Largest share of the variance within classes between clients at which their Gaussians are pooled."""
@@ -65,7 +65,7 @@ class FedGHG(FedGH):
         BadRequest : `source=pooled` of features that mean something else at each client. Only in round 1: what has
             been trained since is not lost for it.
         """
-        rho = between_share(by_class(self.screened(answers, lars)), self.hparams.weights == "equal")
+        rho = between_share(by_class(self.gaussians(answers, lars)), self.hparams.weights == "equal")
         first = not len(state["between"])
         if first and self.hparams.source == "pooled" and rho > MOST_BETWEEN and not self.hparams.force:
             raise BadRequest(
@@ -74,15 +74,14 @@ class FedGHG(FedGH):
             )
         return {"between": np.append(state["between"], rho)}
 
-    def screened(self, answers: Sequence[Reply], lars: Sequence[LARs]) -> list[dict[int, Gaussian]]:
-        """Return each client's Gaussians by class, as far as `robust` and `count-cap` leave them."""
-        s, robust = self.hparams, self.policy.robust
-        cap = robust.count_cap if s.weights == "count" else 0.0
-        return mixture.screened([r.arrays for r in answers], lars, self.context.width, s.cov, bool(robust.rules), cap)
+    def gaussians(self, answers: Sequence[Reply], lars: Sequence[LARs]) -> list[dict[int, Gaussian]]:
+        """Return each client's Gaussians by class: the LARs are their means."""
+        every = (mixture.gaussians(r.arrays, self.context.width, self.hparams.cov == "full") for r in answers)
+        return [{c: of[c]._replace(mean=mu) for mu, c in zip(r, s.tolist())} for of, (r, s) in zip(every, lars)]
 
     def passes(self, server_round: int, answers: Sequence[Reply], lars: Sequence[LARs]) -> Iterator[Sequence[LARs]]:
         """Yield draws in the place of the LARs, each pass new ones."""
-        own = self.screened(answers, lars)
+        own = self.gaussians(answers, lars)
         sources: dict[tuple[int, ...], dict[int, Gaussian]] = {(reply.client,): g for reply, g in zip(answers, own)}
         if self.hparams.source == "pooled":
             equal = self.hparams.weights == "equal"
@@ -107,6 +106,11 @@ class FedGHG(FedGH):
         return {**found, "pooled_apart": apart} if self.hparams.source == "pooled" and apart else found
 
 
+def _reductions(hparams: FedGHGHParams) -> Reductions:
+    counted = "counts" if hparams.weights == "count" else ""
+    return {"train": {"lar": Rows("lar", further=("cov", "counts"), counted=counted, least=LEAST)}}
+
+
 METHOD = Method(
     id="fedghg",
     title="FedGH on Gaussians",
@@ -117,10 +121,8 @@ METHOD = Method(
     shared=HEAD,
     up=NONE,
     extra_up=("lar", "labels", "cov", "counts"),
-    reduces={"train": {"lar": Rows("lar", further=("cov", "counts"))}},
-    per_class="min_class_count",
+    reduces=_reductions,
     heterogeneous=True,
     travels="class means and variances up, the header down",
-    guards=lambda hparams: ("own", "count-cap") if hparams.weights == "count" else ("own",),
     columns=("lar-seconds",),
 )

@@ -97,7 +97,6 @@ METHOD = Method(
     up=("features.", "scale"),
     extra_up=(PROTO_SUM, COUNT),
     reduces=_reductions,
-    per_class="",
     global_model=True,
     deploy_as="received",
     travels="the whole model down; extractor, class mean directions and class counts up",

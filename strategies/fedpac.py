@@ -119,8 +119,6 @@ METHOD = Method(
     hparams=FedPACHParams,
     shared=ALL,
     extra_up=(PAC,),
-    reduces={"train": {"body": Mean(), "statistics": Each()}},
-    per_class="",
+    reduces={"train": {"body": Mean(), "statistics": Each(least="")}},
     travels="the body, a head for each client and class means down; the model, class means and class counts up",
-    guards=("count-cap",),
 )

@@ -30,5 +30,4 @@ METHOD = Method(
     shared=_shared,
     head="names",
     travels="the body, both ways",
-    private=("sgd", "client"),
 )

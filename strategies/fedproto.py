@@ -93,7 +93,6 @@ METHOD = Method(
     shared=NONE,
     extra_up=("protos", "labels", "counts"),
     reduces=_reductions,
-    per_class="",
     heterogeneous=True,
     metrics=("prototype-correct", "prototype-total"),
     travels="class prototypes, both ways",

@@ -20,5 +20,4 @@ METHOD = Method(
     head="none",
     global_model=True,
     deploy_as="received",
-    private=("client",),
 )

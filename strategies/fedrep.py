@@ -29,5 +29,4 @@ METHOD = Method(
     head="names",
     reduces=lambda hparams: {"train": {"model": Mean(weights=weights_of(hparams.average))}},
     travels="the body, both ways",
-    private=("client",),
 )

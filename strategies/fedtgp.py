@@ -114,9 +114,7 @@ METHOD = Method(
     shared=NONE,
     extra_up=("protos", "labels"),
     reduces={"train": {"protos": Rows("protos")}},
-    per_class="",
     heterogeneous=True,
     metrics=("prototype-correct", "prototype-total"),
     travels="class means up, trained prototypes down",
-    guards=("own",),
 )

@@ -213,7 +213,7 @@ METHOD = Method(
     public_share=0.05,
     metrics=("public-checksum",),
     travels="soft predictions on a public set, both ways",
-    reduces={"train": {"predictions": Each()}},
+    reduces={"train": {"predictions": Each(cap=False)}},
     resolve=_chosen,
     warn=_warn,
 )

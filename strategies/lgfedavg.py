@@ -44,5 +44,4 @@ METHOD = Method(
     reduces=lambda hparams: {"train": {"model": Mean(weights=weights_of(hparams.average))}},
     heterogeneous=True,
     travels="the head, both ways",
-    private=("sgd", "client"),
 )

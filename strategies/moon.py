@@ -22,5 +22,4 @@ METHOD = Method(
     head="none",
     global_model=True,
     deploy_as="received",
-    private=("client",),
 )

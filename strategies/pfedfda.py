@@ -17,6 +17,7 @@ import numpy as np
 from clients.pfedfda import GAUSSIANS, PFedFDAClient, PFedFDAHParams
 from fedapp.core.gaussian import pack, unpack
 from fedapp.method import Method, Reply, ServerContext, ServerState, TrainDefaults
+from fedapp.reduce.spec import Mean
 from strategies.base import Strategy
 
 
@@ -48,7 +49,7 @@ METHOD = Method(
     defaults=TrainDefaults(clip=10.0),
     shared=("features.",),
     extra_up=(GAUSSIANS,),
-    per_class="min_count",
+    reduces={"train": {"model": Mean(least="min_count")}},
     travels="the body and class Gaussians of one covariance, both ways",
     columns=("beta-mean", "beta-cov"),
 )

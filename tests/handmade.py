@@ -87,7 +87,7 @@ def refusal(strategy: Strategy, state: ServerState, sent: Reply) -> str | None:
 
 def asking(strategy: Strategy, ask: Callable[[str, Payload], Iterable[Reply]]) -> Query:
     """The query of a strategy whose clients give the replies of `ask(kind, payload)`."""
-    return strategy.reader.query(lambda exchange, payload: ask(exchange.removeprefix("query."), payload))
+    return strategy.reader.query(lambda exchange, payload, check: ask(exchange.removeprefix("query."), payload))
 
 
 def weighted_mean(replies: Iterable[Reply], previous: Mapping[str, Array], mean: RunningMean | None = None) -> Arrays:

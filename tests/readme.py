@@ -94,7 +94,8 @@ def choosing_table() -> str:
     ]
     for m in registry.discover().values():
         costs = zip(("up", "down", "once", "passes"), notes().get(m.id, {}).get("costs", [0.0] * 4), strict=True)
-        classes = "no" if m.per_class is None else "yes" + (f", from `{m.per_class}` on" if m.per_class else "")
+        least = m.class_threshold(m.hparams())
+        classes = "no" if least is None else "yes" + (f", from `{least}` on" if least else "")
         cells = [
             f"`{m.id}`",
             m.travels,

@@ -12,6 +12,7 @@ from scipy.optimize import minimize
 from fedapp.core import gaussian, robust
 from fedapp.core.averages import RunningMean
 from fedapp.core.robust import RobustMean, combined, fitting, needed, parsed
+from fedapp.reduce import rules_ccvr, rules_cwfedavg, rules_fedgh
 from tests.handmade import guard
 
 F = 2
@@ -121,12 +122,12 @@ def test_of_two_senders_neither_raises_the_bound_of_its_own_lie(lie: float) -> N
     assert robust.capped([20, lie], 10).tolist() == [20, 200]
     assert np.linalg.norm(robust.bounded(np.array([[3.0, 4.0], [0.0, lie]])), axis=1).tolist() == [5, 5]
     shares = np.array([[0.5, 0.5], [1.0, 0.0]])
-    n, p = robust.capped_masses([20, lie], shares)
+    n, p = rules_cwfedavg.capped_masses([20, lie], shares)
     np.testing.assert_allclose(n[:, None] * p, [[10, 10], [20, 0]])
     rows = [(np.array([0]), np.array([[float(x)]]), np.array([n])) for x, n in ((1, 10), (9, lie))]
     assert robust.class_means(rows, np.zeros((1, 1)), guard(count_cap=2.0)).values[0, 0] == pytest.approx(190 / 30)
     moments = {"ids": np.array([0]), "mean": np.zeros((1, 2)), "cov": np.zeros((1, 2))}
-    found, _ = robust.screened_statistics([moments | {"count": np.array([n])} for n in (20, lie)])
+    found, _ = rules_ccvr.screened_statistics([moments | {"count": np.array([n])} for n in (20, lie)])
     assert [arrays["count"].tolist() for arrays in found] == [[20], [80]]
 
 
@@ -318,8 +319,8 @@ def test_of_two_covariances_the_smaller_bounds_both(order: tuple[int, int]) -> N
         {"ids": np.array([3]), "count": np.array([9]), "mean": np.zeros((1, 2)), "cov": np.full((1, 2), v)}
         for v in (1.0, 1e6)
     ]
-    assert robust.scale_covariances([two[k] for k in order]) == 1
-    assert two[0]["cov"].tolist() == [[1, 1]] and two[1]["cov"].tolist() == [[robust.TRACE, robust.TRACE]]
+    assert rules_ccvr.scale_covariances([two[k] for k in order]) == 1
+    assert two[0]["cov"].tolist() == [[1, 1]] and two[1]["cov"].tolist() == [[rules_ccvr.TRACE, rules_ccvr.TRACE]]
 
 
 def test_class_means_of_fedgh_are_bounded_and_screened() -> None:
@@ -328,12 +329,12 @@ def test_class_means_of_fedgh_are_bounded_and_screened() -> None:
     lars = [(np.array([0, 1]), np.stack([centre, -centre]) + 0.1 * rng.normal(size=(2, 20))) for _ in range(5)]
     lars.append((np.array([0]), -centre[None]))  # a swapped class is left out
     lars.append((np.array([0, 2]), np.full((2, 20), 1e3)))  # a long one is shortened, and too far where others vote
-    kept, rows = robust.screened_lars(lars)
+    kept, rows = rules_fedgh.screened_lars(lars)
     assert [k.tolist() for k in kept] == [[True, True]] * 5 + [[False], [False, True]]
     typical = np.median([np.linalg.norm(r) for _, m in lars for r in m])
     assert np.linalg.norm(rows[6][1]) == pytest.approx(2 * typical)  # alone in its class: the median of all classes
     np.testing.assert_array_equal(rows[0], lars[0][1])
-    assert robust.screened_lars([]) == ([], [])
+    assert rules_fedgh.screened_lars([]) == ([], [])
 
 
 def test_changes_of_rows_of_heads_are_bounded_by_their_class() -> None:
@@ -341,7 +342,7 @@ def test_changes_of_rows_of_heads_are_bounded_by_their_class() -> None:
     sent = rng.normal(size=(5, 3, 4))
     new = sent + rng.normal(size=(5, 3, 4))
     new[0, 1] *= 1000
-    got = robust.row_bounded(new, sent)
+    got = rules_cwfedavg.row_bounded(new, sent)
     for j in range(3):
         limit = statistics.median(length(row) for row in (new - sent)[:, j].tolist())
         for k in range(5):
@@ -363,7 +364,7 @@ def test_changes_of_whole_models_are_bounded_together() -> None:
 
 def test_the_mass_of_a_class_is_capped_among_those_that_hold_it() -> None:
     p = np.array([[1, 0, 0], [0.5, 0.5, 0], [0.5, 0.5, 0], [0.1, 0.5, 0.4]])
-    n, shares = robust.capped_masses([10**9, 40, 20, 100], p)
+    n, shares = rules_cwfedavg.capped_masses([10**9, 40, 20, 100], p)
     # Class 0 is held by all: masses 1e9, 20, 10, 10 with median 15. Class 2 is one client's, so nobody can vote.
     np.testing.assert_allclose(n[:, None] * shares, [[30, 0, 0], [20, 20, 0], [10, 10, 0], [10, 40, 40]])
     np.testing.assert_allclose(shares.sum(axis=1), 1)
@@ -376,10 +377,10 @@ def test_pulls_by_hand() -> None:
         return {"w": np.array([[3.0, 0.0], [0.0, 0.0]]) * far, "b": np.array([4.0]) * far}
 
     without = [moved(f) for f in (1.0, 2.0, 3.0, 20.0, 0.0)]
-    np.testing.assert_allclose(robust.pulls(without, model), [0.5, 1.0, 1.5, 10.0, 0.0])
-    assert robust.pulls(without[:3], model).tolist() == [0, 0, 0], "three are too few for a vote"
-    assert robust.pulls([model] * 5, model).tolist() == [0] * 5
-    assert robust.pulls([], model).tolist() == []
+    np.testing.assert_allclose(rules_ccvr.pulls(without, model), [0.5, 1.0, 1.5, 10.0, 0.0])
+    assert rules_ccvr.pulls(without[:3], model).tolist() == [0, 0, 0], "three are too few for a vote"
+    assert rules_ccvr.pulls([model] * 5, model).tolist() == [0] * 5
+    assert rules_ccvr.pulls([], model).tolist() == []
 
 
 def answer(mode: str, client: int, samples: int = 40) -> dict:
@@ -403,7 +404,7 @@ def trace(arrays: dict, mode: str, row: int) -> float:
 @pytest.mark.parametrize("mode", MODES)
 def test_honest_statistics_stay_as_they_are(mode: str) -> None:
     answers = [answer(mode, c) for c in range(6)]
-    found, report = robust.screened_statistics(answers)
+    found, report = rules_ccvr.screened_statistics(answers)
     assert report == {"capped": 0, "left_out": 0, "scaled": 0}
     for before, after in zip(answers, found):
         assert before.keys() == after.keys()
@@ -423,7 +424,7 @@ def test_lying_statistics_are_capped_left_out_and_scaled(mode: str) -> None:
             liar[name] = liar[name] * scale
     if "factor" in liar:
         liar["factor"] = liar["factor"] * np.sqrt(scale)
-    found, report = robust.screened_statistics(answers)
+    found, report = rules_ccvr.screened_statistics(answers)
     assert found[0]["ids"].tolist() == [2] and report["left_out"] == 2 and report["capped"] == 3
     counts[0] = 10**9
     assert found[0]["count"].tolist() == [int(4 * np.median(counts[:, 2]))]
@@ -436,4 +437,4 @@ def test_lying_statistics_are_capped_left_out_and_scaled(mode: str) -> None:
 
 def test_one_sample_has_no_vote_on_a_trace() -> None:
     answers = [answer("diag", c) for c in range(3)] + [answer("diag", c, samples=1) for c in (4, 5, 6, 7, 8, 9)]
-    assert robust.screened_statistics(answers)[1]["scaled"] == 0
+    assert rules_ccvr.screened_statistics(answers)[1]["scaled"] == 0

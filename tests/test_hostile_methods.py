@@ -16,9 +16,10 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedapp.config import from_flat
-from fedapp.core.robust import shortened
+from fedapp.core.classmeans import shortened
 from fedapp.federation import soundness
-from fedapp.method import LARGEST, ClientInfo, Reply, ServerContext
+from fedapp.method import LARGEST, ClientInfo, Payload, Reply, ServerContext
+from fedapp.reduce.reader import Check
 from fedapp.results.runs import RunResult
 from fedapp.transport.agreement import majority
 from fedapp.transport.boundary import BAD, IMPOSSIBLE, LARGE, NARROW, grade
@@ -91,8 +92,17 @@ def test_honest_statistics_pass_and_a_second_answer_must_be_like_the_first() -> 
     count, total, square = np.full(C, 2), np.ones((C, D)), np.ones((C, D * (D + 1) // 2))
     second = reply(Q, statistics__count=count, statistics__sum=total, statistics__square=square)
     assert refusal(sums, {}, second) is None
-    sums.counted = {1: np.full(C, 1)}
-    assert "not those of its first answer" in str(refusal(sums, {}, second))
+    first = reply("query.totals", statistics__count=np.full(C, 1), statistics__sum=total)
+    found: list[str | None] = []
+
+    def ask(exchange: str, payload: Payload, check: Check) -> list[Reply]:
+        given = first if exchange == "query.totals" else second
+        found.append(check(given))
+        return [given]
+
+    query = sums.reader.query(ask)
+    assert all(len(query(kind, Payload()).clients) == 1 for kind in ("totals", "statistics"))
+    assert found == [None, "its 'statistics/count' are not those of its first answer"]
 
 
 # ---- registration: the majority ------------------------------------------------------------------------------------

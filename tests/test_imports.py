@@ -39,6 +39,34 @@ def test_imports(path: Path) -> None:
         assert FLOOR[other] < FLOOR[here], f"{name} imports {other}, which does not lie below {here}"
 
 
+ALLOWED = (
+    "core", "errors", "lazy", "learning", "method", "models", "process", "reduce.spec", "sampling", "settings",
+)  # fmt: skip
+"""The rooms and files of the package that a method's two files may import."""
+REFUSED = {f"fedapp.core.{name}" for name in ("masks", "noise", "privacy", "robust", "secret_shares", "secure_sum")}
+POLICY = {"policy", "privacy", "reader", "robust", "secure"}
+"""Names of what a run does against liars, for privacy and for sums."""
+METHODS = [p for p in FILES if room(module(p)) in ("clients", "strategies") and p.name != "_flower.py"]
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_method_is_mathematics_alone(path: Path) -> None:
+    """The form of a reduction is the run's: a method's files neither import it nor ask for it."""
+    allowed = tuple(f"fedapp.{name}" for name in ALLOWED)
+    ours = {m for m in imports(path) & MODULES if m.startswith("fedapp.")}
+    assert not {m for m in ours if not f"{m}.".startswith(tuple(f"{a}." for a in allowed))}
+    assert not ours & REFUSED
+    read = {n.attr for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Attribute)}
+    assert path == ROOT / "clients" / "base.py" or not read & POLICY
+
+
+def test_the_rule_of_a_method_is_found_from_its_page() -> None:
+    rules = {p.stem.removeprefix("rules_"): p.name for p in (ROOT / "fedapp" / "reduce").glob("rules_*.py")}
+    assert rules.keys() == {"ccvr", "cwfedavg", "fedgh", "fedghg"}
+    for method, name in rules.items():
+        assert name in (ROOT / "docs" / "methods" / f"{method}.md").read_text(encoding="utf-8")
+
+
 def test_only_the_command_line_imports_the_deployment() -> None:
     """The simulation must not depend on the internals of Flower that the server's gate and the node use."""
     users = {room(module(p)) for p in FILES if any(m.startswith("fedapp.deployment") for m in imports(p))}

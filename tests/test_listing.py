@@ -137,7 +137,7 @@ def test_methods_are_chosen_by_what_they_declare() -> None:
     every = registry.discover().values()
     for option, wanted in {
         "--different-architectures": [m.id for m in every if m.heterogeneous],
-        "--no-class-info": [m.id for m in every if m.per_class is None],
+        "--no-class-info": [m.id for m in every if m.class_threshold(m.hparams()) is None],
         "--global-model": [m.id for m in every if m.global_model],
     }.items():
         assert [row[0] for row in lines("methods", option)] == wanted

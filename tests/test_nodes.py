@@ -268,9 +268,10 @@ def test_a_node_refuses_a_run_that_asks_for_more(more: dict[str, Any], values: d
 
 def test_every_method_that_tells_of_classes_says_so() -> None:
     """Those whose further arrays are per class, and no other."""
-    found = {m.id: m.per_class for m in registry.discover().values() if m.per_class is not None}
+    every = {m.id: m.class_threshold(m.hparams()) for m in registry.discover().values()}
+    found = {name: threshold for name, threshold in every.items() if threshold is not None}
     assert found == {
-        "ccvr": "",
+        "ccvr": "min_count",
         "fd": "",
         "fed3r": "min_count",
         "fedcof": "min_count",
@@ -283,7 +284,7 @@ def test_every_method_that_tells_of_classes_says_so() -> None:
         "lda": "min_count",
         "fedpac": "",
         "pfedfda": "min_count",
-        "pccvr": "",
+        "pccvr": "min_count",
     }
     beside = {m.id for m in registry.discover().values() if m.extra_up} - found.keys()
     # Small models, soft predictions on public images, control variates, one mean of all samples.

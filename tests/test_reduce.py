@@ -13,11 +13,13 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+import fedapp.method
 from clients.fedproto import FedProtoHParams
+from fedapp import registry
 from fedapp.core.averages import RunningMean
 from fedapp.errors import Impossible
 from fedapp.federation.loop import RoundLoop
-from fedapp.method import BaseHParams, Payload, Reply, ServerState, Sums
+from fedapp.method import UNTESTED, BaseHParams, Payload, Reply, ServerState, Sums
 from fedapp.reduce.plain import MeanReducer, PlainClassMeans
 from fedapp.reduce.reader import Policy
 from fedapp.reduce.robust import RobustClassMeans
@@ -55,7 +57,7 @@ def test_a_class_with_an_aggregate_of_its_own_gets_single_replies_in_the_round_l
     )
     new, _ = RoundLoop(strategy)._train(manager, state, 1, [0, 1, 2], RoundRequest())
     assert new["seen"].tolist() == [0, 1, 2] and new["model"]["head.weight"].tolist() == [2.5]
-    assert METHOD.reductions(BaseHParams()) == {} and METHOD.sums(BaseHParams()) is None
+    assert METHOD.sums(BaseHParams()) is None
     assert METHOD.guarded_by(BaseHParams()) == ("rules", "count-cap")
 
 
@@ -224,6 +226,17 @@ def test_what_a_declaration_does_not_say_is_not_permitted() -> None:
     assert declared.sums(BaseHParams()) == Sums("samples")
     mixed = dataclasses.replace(foreign, reduces={"train": {"a": Mean(), "b": Mean(weights="uniform")}})
     assert mixed.sums(BaseHParams()) is None, "a sum has one kind of weights"
+
+
+def test_a_form_that_no_test_covers_is_refused_by_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reductions alone would permit it, for a base of another method too."""
+    listed = [("scaffold", ""), ("fed3r", "base=scaffold"), *((name, "") for name in UNTESTED["dp"])]
+    found = [registry.configured(*given) for given in listed]
+    assert [(m.sums(h) is None, m.units(h)) for m, h in found[:2]] == [(True, ())] * 2
+    assert [m.units(h) for m, h in found[2:]] == [()] * 4
+    monkeypatch.setattr(fedapp.method, "UNTESTED", {"secure-sum": (), "dp": ()})
+    assert all(m.sums(h) for m, h in found[:2])
+    assert [m.units(h) for m, h in found[2:]] == [("client",)] * 4
 
 
 def test_further_arrays_of_a_method_that_declares_no_reductions_are_accepted() -> None:

@@ -26,7 +26,6 @@ from fedapp.transport.client_manager import ClientInfo, ClientManager
 from fedapp.transport.records import INFO, METRICS
 from fedapp.transport.traffic import RoundFailed
 from fedapp.transport.virtual import Member
-from strategies._composition import outer_guards
 from tests.handmade import guard
 from tests.liars import change_arrays, federate
 from tests.matrix import methods
@@ -228,8 +227,9 @@ def test_a_deployed_run_is_checked_with_the_clients_that_came() -> None:
 
 def test_a_head_without_a_rule_of_its_own_takes_none_for_averages() -> None:
     """Its statistics would stay unguarded."""
-    assert outer_guards((), ("count-cap", "rules")) == ("count-cap",)
-    assert outer_guards(("own",), ("count-cap", "rules")) == ("count-cap", "rules", "own")
+    for args, expected in (("cov=sums", {"count-cap"}), ("cov=full", {"count-cap", "rules", "own"})):
+        found, hparams = registry.configured("ccvr", args)
+        assert set(found.guarded_by(hparams)) == expected and found.votes_on(hparams)
 
 
 @pytest.mark.parametrize("method", ["ccvr", "pccvr"])

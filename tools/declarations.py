@@ -28,15 +28,15 @@ def declared(method: str, args: str) -> dict[str, str]:
     BadRequest : the method does not take them.
     """
     found, hparams = registry.configured(method, args)
-    guards, sums = found.guarded_by(hparams), found.sums(hparams)
+    guards, sums, least = found.guarded_by(hparams), found.sums(hparams), found.class_threshold(hparams)
     every = {None: "nothing", "": "every class that a client has"}
     return {
         "robust": " ".join(g for g in guards if g != "count-cap"),
         "robust in training": "rules" if found.votes_on(hparams) else "",
-        "count cap": f"{found.count_cap:g} x median" if "count-cap" in guards else "",
+        "count cap": f"{found.usual_cap(hparams):g} x median" if "count-cap" in guards else "",
         "sums": " ".join([sums.weights, *sums.totals, sums.rows]).strip() if sums else "",
         "privacy": " ".join(found.units(hparams)),
-        "per class": every.get(found.per_class) or f"classes of at least {found.per_class} samples",
+        "per class": every.get(least) or f"classes of at least {least} samples",
         "columns": " ".join(found.columns),
         "numbers": " ".join(sorted(found.numbers)),
         "down": " ".join(found.shared_prefixes(hparams)),

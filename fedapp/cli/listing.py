@@ -40,7 +40,7 @@ def facts(method: Method) -> dict[str, Any]:
     """Return the facts of a method: its declaration, its counted costs, its authors' settings."""
     from importlib.metadata import metadata
 
-    known = notes().get(method.id, {})
+    known, threshold = notes().get(method.id, {}), method.class_threshold(method.hparams())
     module = sys.modules.get(f"strategies.{method.id}") or sys.modules[method.strategy.__module__]
     costs = dict(zip(("kb_up", "kb_down", "kb_at_end", "passes_over_rows"), known.get("costs", ()), strict=False))
     pages = [url for url in metadata("fedapp").get_all("Project-URL") or [] if url.startswith("Documentation, ")]
@@ -51,8 +51,8 @@ def facts(method: Method) -> dict[str, Any]:
         "summary": " ".join((module.__doc__ or "").partition("\n\n")[0].split()),
         "different_architectures": method.heterogeneous,
         "global_model": method.global_model,
-        "class_info": method.per_class is not None,
-        "class_threshold": method.per_class or "",
+        "class_info": threshold is not None,
+        "class_threshold": threshold or "",
         "public_share": method.public_share,
         "headline": method.deploy_as,
         "payload": method.travels,

@@ -116,9 +116,10 @@ def _check_sgd(config: RunConfig) -> None:
 
 
 def _check_example(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
-    least = getattr(hparams, method.per_class, 1) if method.per_class else 1
+    threshold = method.class_threshold(hparams)
+    least = getattr(hparams, threshold, 1) if threshold else 1
     rules = (
-        (least > 1, f"{method.per_class} is a threshold on true counts: leave it at 1, all classes are sent"),
+        (least > 1, f"{threshold} is a threshold on true counts: leave it at 1, all classes are sent"),
         (
             getattr(hparams, "order", "") == "arrival",
             "order=arrival says how long clients take: take shuffled or sorted",

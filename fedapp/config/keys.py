@@ -6,6 +6,7 @@ same default (a test compares them).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from fedapp.errors import BadRequest, counted, suggest
 from fedapp.learning import evaluation
 from fedapp.learning.optimizers import round_rates
 from fedapp.method import BaseHParams, Method
+from fedapp.privacy.clients import noised_client
 from fedapp.settings import (
     DataSettings,
     EvaluationSettings,
@@ -150,7 +152,7 @@ class RunConfig(BaseModel):
         """
         method, hparams = self.method_and_hparams()
         guard, federation = self.robustness, self.federation
-        cap = 2.0 if guard.rules else 0.0 if simulation else method.count_cap
+        cap = 2.0 if guard.rules else 0.0 if simulation else method.usual_cap(hparams)
         capped = "count-cap" in method.guarded_by(hparams) or self.privacy.dp == "example"
         return self.replaced(
             count_cap=unless_auto(guard.count_cap, cap if capped and not self.secure.secure_sum else 0.0),
@@ -191,7 +193,10 @@ class RunConfig(BaseModel):
 
     def method_and_hparams(self) -> tuple[Method, BaseHParams]:
         """Return the method to run and its hyperparameters."""
-        return registry.configured(self.federation.method, self.federation.method_args)
+        method, hparams = registry.configured(self.federation.method, self.federation.method_args)
+        if self.privacy.dp == "example":
+            method = dataclasses.replace(method, client=noised_client(method, hparams))
+        return method, hparams
 
     @property
     def rates(self) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedapp.core.robust import shortened
+from fedapp.core.classmeans import shortened
 from fedapp.core.simplex import minimise
 from fedapp.lazy import F, Tensor
 

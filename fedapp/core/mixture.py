@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.core.gaussian import unpack
-from fedapp.core.robust import capped_statistics, scale_covariances
 from fedapp.errors import Impossible
 
 Array = npt.NDArray[Any]
@@ -86,36 +85,6 @@ def gaussians(arrays: Mapping[str, Array], width: int, full: bool) -> dict[int, 
     rows = unpack(cov, width) if full else cov
     mean = arrays["lar"].astype(np.float64)
     return {int(labels[i]): Gaussian(mean[i], rows[i], int(counts[i])) for i in np.argsort(labels)}
-
-
-def screened(
-    answers: Sequence[Mapping[str, Array]],
-    kept: Sequence[tuple[Array, Array]],
-    width: int,
-    cov: str,
-    scaled: bool = False,
-    cap: float = 0.0,
-) -> list[dict[int, Gaussian]]:
-    """Return the Gaussians of each client of the classes that screening left, with the means that it left.
-
-    Parameters
-    ----------
-    answers : as in `gaussians`.   kept : for each of them (S', d) means and their (S',) labels.
-    width : d.   cov : form of the covariances, `none`, `diag` or `full`.
-    scaled : whether covariances far above the others' of their class are made smaller.
-    cap : limit of a client's counts, as in `capped_statistics`; 0 = none.
-    """
-    sent: list[dict[str, Array]] = [
-        {**a, "ids": a["labels"], "mean": a["lar"], "count": a.get("counts", np.full(len(a["labels"]), 2))}
-        for a in answers
-    ]
-    if scaled and cov != "none":
-        scale_covariances(sent)
-    if cap:
-        limited = capped_statistics([{"count": a["counts"]} for a in sent], cap)
-        sent = [{**a, "counts": of["count"]} for a, of in zip(sent, limited)]
-    every = [gaussians(a, width, cov == "full") for a in sent]
-    return [{int(c): of[int(c)]._replace(mean=mean) for mean, c in zip(r, s)} for of, (r, s) in zip(every, kept)]
 
 
 def by_class(clients: Sequence[Mapping[int, Gaussian]]) -> dict[int, list[Gaussian]]:

@@ -24,14 +24,11 @@ The other rules count every client once.
 Where a class or a cluster has its own senders, K is their number. If it is too small for the rule, `fitting` says what
 takes its place.
 
-cwFedAvg, FedGH and CCVR do not average whole replies; what bounds their clients is at the end of this file.
-
-The file is long because it holds every rule, for averages and for the four methods, and the bounds that they share.
+cwFedAvg, FedGH and CCVR do not average whole replies; `fedapp/reduce/rules_<id>.py` bounds their clients.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,14 +57,8 @@ FEW = 4
 """Senders below which no vote is taken: among three, one liar and an unusual client look alike."""
 STEPS, NEAREST, FARTHEST = 100, 1e-8, 1e150
 """Weiszfeld's steps, the distance below which two points are one, and the largest distance that is told apart."""
-COUNT, FAR, TRACE = 4.0, 3.0, 4.0
-"""CCVR: largest count and trace as multiples of the class's median. CCVR and FedGH: largest distance to the median.
-CCVR: largest move of the head without one client, as a multiple of the median move, that is not worth a warning."""
-MASS, LENGTH = 2.0, 2.0
-"""Largest class mass in cwFedAvg, largest norm of a class mean in FedGH, as multiples of the class's median."""
-LONGEST = 10.0
-"""FedPAC and FD, without any rule: a client's longest mean of a class has at most that many times 1 + the median length
-of the clients' longest ones."""
+FAR = 3.0
+"""Largest distance of a class mean to the median, as a multiple of the median distance."""
 
 
 # Counts and single updates ------------------------------------------------------------------------
@@ -91,7 +82,8 @@ def believed(totals: Sequence[float], factor: float) -> Float64:
     return n
 
 
-def _norms(updates: Float64) -> Float64:
+def norms_of(updates: Float64) -> Float64:
+    """Return the lengths (K,) of the rows; of one that is too long for float64, infinity."""
     with np.errstate(over="ignore"):
         norms: Float64 = np.linalg.norm(updates, axis=1)
     return norms
@@ -99,7 +91,7 @@ def _norms(updates: Float64) -> Float64:
 
 def bounded(updates: Float64, limit: float | None = None) -> Float64:
     """Return updates (K, D), none longer than `limit`: by default the `middle` of their norms."""
-    norms = _norms(updates)
+    norms = norms_of(updates)
     limit = middle(norms) if limit is None else limit
     return updates * np.minimum(1.0, limit / np.where(norms > 0, norms, 1.0))[:, None]
 
@@ -167,7 +159,7 @@ def geometric_median(updates: Float64, weights: Array) -> Float64:
         apart = np.minimum(squareform(pdist(updates)), FARTHEST)
     centre: Float64 = updates[np.argmin(apart @ weights)]
     for _ in range(STEPS):
-        distances = _norms(updates - centre)
+        distances = norms_of(updates - centre)
         here = distances < NEAREST
         pull = np.where(here, 0.0, weights / np.maximum(distances, NEAREST))
         held = weights[here].sum()
@@ -385,7 +377,7 @@ def class_means(
     return found
 
 
-# Rules of single methods --------------------------------------------------------------------------
+# Bounds that rules share ---------------------------------------------------------------------------
 
 
 def screened(rows: Float64, factor: float = FAR) -> npt.NDArray[np.bool_]:
@@ -395,16 +387,9 @@ def screened(rows: Float64, factor: float = FAR) -> npt.NDArray[np.bool_]:
     """
     if len(rows) < FEW:
         return np.ones(len(rows), dtype=np.bool_)
-    distances = _norms(rows - coordinate_median(rows))
+    distances = norms_of(rows - coordinate_median(rows))
     near: npt.NDArray[np.bool_] = distances <= factor * np.median(distances)
     return near
-
-
-def shortened(means: Sequence[Array]) -> list[Array]:
-    """Return the class means of all clients, (S, d) each; of a client with much longer ones than most, shorter ones."""
-    longest = [float(_norms(m.astype(np.float64)).max(initial=0.0)) for m in means]
-    limit = LONGEST * (1 + statistics.median_low(longest)) if longest else 0.0
-    return [m if found <= limit else m * (limit / found) for m, found in zip(means, longest, strict=True)]
 
 
 def changes_bounded(new: Sequence[Mapping[str, Array]], sent: Sequence[Mapping[str, Array]]) -> list[Arrays]:
@@ -417,85 +402,6 @@ def changes_bounded(new: Sequence[Mapping[str, Array]], sent: Sequence[Mapping[s
         result.append({n: (start[n] + part.reshape(np.shape(a))).astype(np.asarray(a).dtype)
                        for (n, a), part in zip(model.items(), parts)})  # fmt: skip
     return result
-
-
-def capped_masses(n: Array, p: Array) -> tuple[Float64, Float64]:
-    """Return sample counts (K,) and class shares (K, C) whose products n_k p_kj are at most `MASS` times the `middle`.
-
-    The middle of a class is over the clients that have a share of it, so a class of one client stays as it is.
-    """
-    mass = np.asarray(n, dtype=np.float64)[:, None] * np.asarray(p, dtype=np.float64)
-    for column in mass.T:
-        held = column > 0
-        column[held] = capped(column[held], MASS)
-    counts = mass.sum(axis=1)
-    return counts, mass / counts[:, None]
-
-
-def row_bounded(new: Float64, sent: Float64) -> Float64:
-    """Return cwFedAvg's heads with bounded changes: for each class, none longer than the class's median change.
-
-    Parameters
-    ----------
-    new, sent : (K, C, d), row j of every client's head as it came back, and as the client had received it.
-    """
-    changes = new - sent
-    return sent + np.stack([bounded(changes[:, j]) for j in range(changes.shape[1])], axis=1)
-
-
-def screened_lars(lars: Sequence[tuple[Array, Array]]) -> tuple[list[npt.NDArray[np.bool_]], list[Float64]]:
-    """Return which class means of FedGH's clients are used, and all of them with bounded norms.
-
-    A norm is at most `LENGTH` times the median norm of its class (of all classes, if fewer than `FEW` clients have it).
-    A mean that lies farther from its class's coordinate median than `FAR` times the median distance is left out.
-
-    Parameters
-    ----------
-    lars : of each client the classes (S,) and their means (S, d).
-    """
-    means = [np.asarray(rows, dtype=np.float64) for _, rows in lars]
-    kept = [np.ones(len(rows), dtype=np.bool_) for rows in means]
-    every = np.concatenate([_norms(rows) for rows in means]) if means else np.zeros(0)
-    places: dict[int, list[tuple[int, int]]] = {}
-    for k, (labels, _) in enumerate(lars):
-        for i, c in enumerate(labels.tolist()):
-            places.setdefault(c, []).append((k, i))
-    short = [rows.copy() for rows in means]
-    for of in places.values():
-        rows = np.stack([means[k][i] for k, i in of])
-        rows = bounded(rows, LENGTH * float(np.median(_norms(rows) if len(of) >= FEW else every)))
-        for (k, i), row, near in zip(of, rows, screened(rows)):
-            short[k][i], kept[k][i] = row, near
-    return kept, short
-
-
-def pulls(without: Sequence[Mapping[str, Array]], model: Mapping[str, Array]) -> Float64:
-    """Return how far a model moves without each of K clients, as multiples of the median move, (K,).
-
-    All zero for fewer than `FEW` clients, and where most of them move nothing.
-
-    Parameters
-    ----------
-    without : the model as it is without client k, by name of its arrays.   model : with all of them.
-    """
-    flat = np.stack([np.concatenate([np.subtract(m[n], a, dtype=np.float64).ravel() for n, a in model.items()])
-                     for m in without]) if without else np.zeros((0, 1))  # fmt: skip
-    moves = _norms(flat)
-    typical = float(np.median(moves)) if len(moves) >= FEW else 0.0
-    return moves / typical if typical > 0 else np.zeros(len(moves))
-
-
-def _traces(arrays: Mapping[str, Array]) -> Float64:
-    """Return the trace of every covariance of a CCVR answer, (S,), or (1,) where there is one for all classes."""
-    width = arrays["mean"].shape[1]
-    if "factor" in arrays:
-        factor = np.square(arrays["factor"].astype(np.float64)).sum(axis=(1, 2))
-        return np.asarray(factor + arrays["rest"].astype(np.float64).sum(axis=1))
-    cov = np.atleast_2d(arrays["cov"].astype(np.float64))
-    if cov.shape[1] == width:
-        return np.asarray(cov.sum(axis=1))
-    steps = np.arange(width)
-    return np.asarray(cov[:, steps * width - steps * (steps - 1) // 2].sum(axis=1))  # the diagonal of packed triangles
 
 
 def capped_statistics(answers: Sequence[Mapping[str, Array]], factor: float) -> list[Arrays]:
@@ -519,72 +425,3 @@ def capped_statistics(answers: Sequence[Mapping[str, Array]], factor: float) -> 
             for name in {"sum", "square"} & set(arrays):
                 arrays[name] = arrays[name] * (arrays["count"] / np.maximum(counts, 1))[:, None]
     return found
-
-
-def screened_statistics(answers: Sequence[Mapping[str, Array]]) -> tuple[list[Arrays], dict[str, int]]:
-    """Return CCVR's statistics of all clients with what is out of line bounded or left out.
-
-    Class by class over its senders: a count is at most `COUNT` times the median count, a mean farther from the
-    coordinate median than `FAR` times the median distance is left out with its class, and a covariance is scaled down
-    to `TRACE` times the median trace.
-
-    Parameters
-    ----------
-    answers : of each client, as from `fedapp.core.gaussian.to_arrays` in any mode but ``sums``.
-
-    Returns
-    -------
-    The statistics, and how many counts were `capped`, class statistics `left_out` and covariances `scaled`.
-    """
-    found = [dict(arrays) for arrays in answers]
-    places: dict[int, list[tuple[int, int]]] = {}
-    for k, arrays in enumerate(found):
-        arrays["count"] = arrays["count"].astype(np.int64)
-        for i, c in enumerate(arrays["ids"].tolist()):
-            places.setdefault(c, []).append((k, i))
-    kept = [np.ones(len(arrays["ids"]), dtype=np.bool_) for arrays in found]
-    capped_counts = 0
-    for of in places.values():
-        counts = np.array([found[k]["count"][i] for k, i in of])
-        short = np.maximum(capped(counts, COUNT).astype(np.int64), 1)
-        capped_counts += int((short < counts).sum())
-        near = screened(np.stack([found[k]["mean"][i].astype(np.float64) for k, i in of]))
-        for (k, i), count, good in zip(of, short, near):
-            found[k]["count"][i], kept[k][i] = count, good
-    for arrays, rows in zip(found, kept):
-        of_classes = ("cov",) if np.ndim(arrays.get("cov", 0)) == 2 else ()
-        for name in ("ids", "count", "mean", "factor", "rest", *of_classes):
-            if name in arrays:
-                arrays[name] = arrays[name][rows]
-    return found, {
-        "capped": capped_counts,
-        "left_out": int(sum((~rows).sum() for rows in kept)),
-        "scaled": scale_covariances(found),
-    }
-
-
-def scale_covariances(found: Sequence[Arrays]) -> int:
-    """Scale covariances down in place of the arrays; return how many. One sample has none, so it has no vote."""
-    traces: dict[int, list[tuple[int, int, float]]] = {}
-    for k, arrays in enumerate(found):
-        common = "factor" not in arrays and arrays["cov"].ndim == 1
-        several = arrays["count"].sum() > len(arrays["ids"]) if common else arrays["count"] > 1
-        for i, (trace, votes) in enumerate(zip(_traces(arrays), np.atleast_1d(several))):
-            if votes:
-                traces.setdefault(-1 if common else int(arrays["ids"][i]), []).append((k, i, float(trace)))
-    scaled = 0
-    for of in traces.values():
-        limit = TRACE * middle([trace for _, _, trace in of])
-        for k, i, trace in of:
-            if trace <= limit:
-                continue
-            scaled += 1
-            for name, share in (("cov", limit / trace), ("factor", (limit / trace) ** 0.5), ("rest", limit / trace)):
-                if name in found[k]:
-                    wide = found[k][name].astype(np.float64)
-                    if wide.ndim == 1:
-                        wide *= share
-                    else:
-                        wide[i] *= share
-                    found[k][name] = wide.astype(found[k][name].dtype)
-    return scaled

@@ -14,6 +14,7 @@ from fedapp.federation import soundness
 from fedapp.federation.releases import released
 from fedapp.federation.rollback import Earlier, WayBack, reset
 from fedapp.method import Payload, Reply, ServerContext, ServerState
+from fedapp.reduce.reader import Check
 from fedapp.reduce.spec import Query
 from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.request import RoundRequest
@@ -331,11 +332,14 @@ class RoundLoop(WayBack):
     ) -> Query:
         request = replace(manager.request, round=server_round + 1, back=back)
 
-        def ask(stage: str, payload: Payload) -> Iterator[Reply]:
+        def ask(stage: str, payload: Payload, repeated: Check) -> Iterator[Reply]:
             result = RoundResult(stage, server_round)
             payloads = ((c, payload) for c in self._taking_part(manager))
-            check = self.strategy.checker(state, stage)
-            replies = self._asked(manager, stage, server_round, payloads, {}, state, check, result, request)
+            own = self.strategy.checker(state, stage)
+            replies = self._asked(
+                manager, stage, server_round, payloads, {}, state, lambda reply: own(reply) or repeated(reply), result,
+                request,
+            )  # fmt: skip
             yield from _recorded(replies, result)
             result.seconds = result.traffic.seconds
             manager.require(result.traffic, server_round)

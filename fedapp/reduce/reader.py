@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,10 +16,16 @@ from fedapp.errors import Impossible
 from fedapp.method import Arrays, Method, Payload, Reduction, Reply, ServerContext, ServerState
 from fedapp.reduce.noised import NOISED_FORMS, Noised, noised
 from fedapp.reduce.plain import MeanReducer, PlainClassMeans, PlainMoments, PlainRows, PlainTotals
-from fedapp.reduce.robust import RobustClassMeans, ScreenedRows
+from fedapp.reduce.robust import RobustClassMeans
 from fedapp.reduce.rules_ccvr import ScreenedMoments
-from fedapp.reduce.spec import USUAL, ClassMean, Each, Gaussians, Mean, Query, Reduced, Reducer, Rows, Total
+from fedapp.reduce.rules_cwfedavg import Sent, bounded_shares
+from fedapp.reduce.rules_fedgh import ScreenedRows
+from fedapp.reduce.rules_fedghg import BoundedGaussians
+from fedapp.reduce.spec import USUAL, ClassMean, Each, Gaussians, Mean, Query, Reduced, Reducer, Rows, Share, Total
 from fedapp.settings import RobustnessSettings
+
+Check: TypeAlias = Callable[[Reply], str | None]
+"""Returns the problem of a reply, or None."""
 
 
 @dataclass(frozen=True)
@@ -76,30 +82,65 @@ class Reader:
         """Return whether a run with noise leaves an exchange out, since its arrays have no form with noise."""
         return self.policy.privacy is not None and self.noised(exchange) is None
 
-    def reduce(self, exchange: str, replies: Iterable[Reply], state: ServerState) -> Reduced:
-        """Return the replies to an exchange, to be reduced as they arrive."""
-        found = self.reductions.get(exchange, USUAL if exchange == "train" else {})
-        reducers = {n: self._reducer(r, state) for n, r in found.items() if not isinstance(r, Each)}
-        return Reduced(replies, reducers, lambda previous: mean_of(previous, self.policy.robust))
+    def reduce(
+        self, exchange: str, replies: Iterable[Reply], state: ServerState, sent: Sent = lambda clients: ()
+    ) -> Reduced:
+        """Return the replies to an exchange, to be reduced as they arrive.
 
-    def query(self, ask: Callable[[str, Payload], Iterable[Reply]]) -> Query:
+        Parameters
+        ----------
+        sent : gives clients with the payloads that the replies answer.
+        """
+        found = self.reductions.get(exchange, USUAL if exchange == "train" else {})
+        robust = self.policy.robust
+        share = next((r.share for r in found.values() if isinstance(r, Each) and r.share), None)
+        if share and robust.rules:  # averages beside shares: no vote is possible on the shares
+            robust = robust.replaced(robust="norm")
+        reducers = {n: self._reducer(r, state, robust) for n, r in found.items() if not isinstance(r, Each)}
+
+        def shares(arriving: Iterator[Reply]) -> Iterator[Share]:
+            assert share is not None, "the method declares no shares"
+            if robust.rules:
+                averaged = {n for r in reducers.values() if isinstance(r, MeanReducer) for n in r.of}
+                names = [n for n in self.context.initial if n not in averaged]
+                yield from bounded_shares(arriving, share, names, sent)
+            for reply in arriving:
+                yield Share(reply, float(reply.num_samples), share(reply.arrays))
+
+        return Reduced(replies, reducers, lambda previous: mean_of(previous, robust), shares)
+
+    def query(self, ask: Callable[[str, Payload, Check], Iterable[Reply]]) -> Query:
         """Return the query of a method.
 
         Parameters
         ----------
-        ask : `ask("query.<kind>", payload)` sends the messages and yields the checked replies by client id.
+        ask : `ask("query.<kind>", payload, check)` sends the messages and yields the replies by client id that pass
+            their checks, and then `check`, which compares a client's answers.
         """
+        fixed = {name for of in self.reductions.values() for r in of.values() for name in r.fixed}
+        answered: dict[int, Arrays] = {}
+
+        def changed(reply: Reply) -> str | None:
+            # Of a sum, a client may have been blocked after the first answer.
+            before = {} if reply.members else answered.get(reply.client, {})
+            names = [n for n, a in before.items() if n in reply.arrays and not np.array_equal(a, reply.arrays[n])]
+            return f"its '{names[0]}' are not those of its first answer" if names else None
+
+        def noted(replies: Iterable[Reply]) -> Iterator[Reply]:
+            for reply in replies:
+                if fixed:
+                    answered[reply.client] = {n: a for n, a in reply.arrays.items() if n in fixed}
+                yield reply
 
         def query(kind: str, payload: Payload) -> Reduced:
             exchange = f"query.{kind}"
-            replies = () if self.needless(exchange) else ask(exchange, payload)
+            replies = () if self.needless(exchange) else noted(ask(exchange, payload, changed))
             return self.reduce(exchange, replies, payload.common)
 
         return query
 
-    def _reducer(self, reduction: Reduction, state: ServerState) -> Reducer:
+    def _reducer(self, reduction: Reduction, state: ServerState, robust: RobustnessSettings) -> Reducer:
         """Return an empty reduction in the form that the policy asks for."""
-        robust = self.policy.robust
         if isinstance(reduction, ClassMean):
             of = reduction.of(self.context, state)
             return RobustClassMeans(reduction, of, robust) if robust.active else PlainClassMeans(reduction, of.shape)
@@ -112,6 +153,8 @@ class Reader:
             return PlainMoments(reduction, self.context, state, robust.count_cap)
         if isinstance(reduction, Total):
             return PlainTotals(reduction, self.context, robust.count_cap if reduction.capped else 0.0)
+        if isinstance(reduction, Rows) and reduction.further and robust.active:
+            return BoundedGaussians(reduction, robust)
         if isinstance(reduction, Rows):
             return ScreenedRows(reduction) if robust.rules else PlainRows(reduction)
         assert isinstance(reduction, Mean)
@@ -126,6 +169,8 @@ class Reader:
     def _forms(self, exchange: str, state: ServerState) -> list[tuple[Reduction, Arrays]] | None:
         """Return each reduction of an exchange with its form; None where the method alone knows one."""
         reductions = self.reductions.get(exchange, {"": Each()}).values()
+        if any(isinstance(r, Each) for r in reductions):
+            return None
         found = [(r, form) for r in reductions if (form := r.form(self.context, state)) is not None]
         return found if len(found) == len(reductions) else None
 
@@ -137,9 +182,7 @@ class Reader:
         form = self.form(exchange, state) or {}
         return {name: array for name, array in form.items() if name not in self.context.initial}
 
-    def checker(
-        self, exchange: str, state: ServerState, shared: Callable[[str], bool] | None = None
-    ) -> Callable[[Reply], str | None]:
+    def checker(self, exchange: str, state: ServerState, shared: Callable[[str], bool] | None = None) -> Check:
         """Return a function that returns why a reply does not have the form that the server reduces, or None.
 
         Parameters
@@ -155,8 +198,9 @@ class Reader:
 
         return problem
 
-    def _unfit(self, exchange: str, state: ServerState) -> Callable[[Reply], str | None]:
-        forms, model = self._forms(exchange, state), self.context.initial.keys()
+    def _unfit(self, exchange: str, state: ServerState) -> Check:
+        # Besides what was asked for, a reply to `train` may hold the whole model in Flower's own loop.
+        forms, model = self._forms(exchange, state), self.context.initial.keys() if exchange == "train" else ()
         if forms is None:
             return lambda reply: None
         allows = self.method.allows if self.method.reduces is None else lambda name: False
@@ -164,7 +208,7 @@ class Reader:
         known = {name for r, form in forms for name in (*form, *(r.further if isinstance(r, Rows) else ()))}
 
         def problem(reply: Reply) -> str | None:
-            unknown = reply.arrays.keys() - known - model
+            unknown = reply.arrays.keys() - known - {*model}
             if extra := [n for n in unknown if not n.startswith(prefixes) and not allows(n)]:
                 return Impossible(f"'{min(extra)}' was not asked for")
             return next((p for r, form in forms if (p := r.problem(self.context, reply, form))), None)

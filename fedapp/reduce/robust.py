@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedapp.core.robust import class_means, screened_lars
+from fedapp.core.robust import class_means
 from fedapp.method import Array, Reply
-from fedapp.reduce.plain import Labels, PlainRows, note_owner, weighted_rows
-from fedapp.reduce.spec import ClassMean, ClassMeans, ClassRows, Float64, Reducer, Rows, note_weaker
+from fedapp.reduce.plain import Labels, note_owner, weighted_rows
+from fedapp.reduce.spec import ClassMean, ClassMeans, Float64, Reducer, note_weaker
 from fedapp.settings import RobustnessSettings
 
 
@@ -44,21 +44,3 @@ class RobustClassMeans(Reducer):
         found = class_means(self._rows, self.of, self.robust)
         self._weaker = found.weaker
         return ClassMeans(found.values, found.sent, self._owned)
-
-
-class ScreenedRows(PlainRows):
-    """Rows of single classes with bounded norms, without those far from the other clients' of their class."""
-
-    def __init__(self, spec: Rows) -> None:
-        super().__init__(spec)
-        self._left_out = 0
-
-    def note(self, noted: dict[str, Any]) -> None:
-        """Count the rows that were left out."""
-        noted["left_out"] = noted.get("left_out", 0) + self._left_out
-
-    def result(self) -> list[ClassRows]:
-        """Return the rows that are left."""
-        kept, rows = screened_lars([(of.labels, of.rows) for of in self._found])
-        self._left_out = sum(int((~k).sum()) for k in kept)
-        return [ClassRows(of.reply, of.labels[k], r[k]) for of, r, k in zip(self._found, rows, kept, strict=True)]

@@ -21,7 +21,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ from fedapp.core.names import under
 from fedapp.core.privacy import Squares
 from fedapp.core.robust import RobustMean, weaker
 from fedapp.errors import Impossible
-from fedapp.method import Array, Arrays, Payload, Reduction, Reply, ServerContext, ServerState, Sums
+from fedapp.method import Array, Arrays, Payload, Permits, Reduction, Reply, ServerContext, ServerState, Sums
 
 Of: TypeAlias = Callable[[ServerContext, ServerState], Arrays]
 """Gives the arrays of a reduction from the state that the clients were sent, for a query from its payload's common
@@ -92,14 +92,10 @@ class Mean(Reduction):
         return form_problem(reply.arrays, form)
 
     @property
-    def sums(self) -> Sums | None:
-        """Weighted arrays add up, unless they must be decoded first."""
-        return None if self.read else Sums(self.weights)
-
-    @property
-    def guards(self) -> tuple[str, ...]:
-        """Any rule for averages, and a cap on the weights."""
-        return ("rules", "count-cap")
+    def permits(self) -> Permits:
+        """Weighted arrays add up, and updates of clients can be noised, unless they must be decoded first."""
+        sums, units = (None, ()) if self.read else (Sums(self.weights), ("client",))
+        return Permits(sums, ("rules", "count-cap"), units)
 
 
 USUAL: Mapping[str, Reduction] = {"model": Mean()}
@@ -126,6 +122,7 @@ class ClassMean(Reduction):
     counts: str = ""
     named: bool = False
     summed: bool = False
+    least: str | None = field(default="", kw_only=True)
 
     def form(self, context: ServerContext, state: ServerState) -> Arrays:
         """Return a reply of a client that has all classes."""
@@ -154,16 +151,10 @@ class ClassMean(Reduction):
         return None
 
     @property
-    def sums(self) -> Sums | None:
+    def permits(self) -> Permits:
         """Rows add up class by class, unless the server must know the classes of each client."""
-        if self.named:
-            return None
-        return Sums("", totals=(self.rows, self.counts)) if self.summed else Sums("", rows=self.rows)
-
-    @property
-    def guards(self) -> tuple[str, ...]:
-        """Any rule for averages, and a cap on the weights."""
-        return ("rules", "count-cap")
+        sums = Sums("", (self.rows, self.counts)) if self.summed else Sums("", rows=self.rows)
+        return Permits(None if self.named else sums, ("rules", "count-cap"))
 
 
 @dataclass(frozen=True)
@@ -175,6 +166,7 @@ class Rows(Reduction):
     rows : name of the array (S, d).
     outputs : whether rows are outputs of a model, (S, C), and not representations.
     further : names of other arrays of a reply, which the method checks.
+    counted : name of that of them with the samples (S,) of each class; empty = there is none.
     noised : prefix of noised counts and sums of all classes, which a reply holds instead in a run with `dp = example`;
         empty = the rows have no form with noise.
     """
@@ -182,7 +174,9 @@ class Rows(Reduction):
     rows: str
     outputs: bool = False
     further: tuple[str, ...] = ()
+    counted: str = ""
     noised: str = ""
+    least: str | None = field(default="", kw_only=True)
 
     def form(self, context: ServerContext, state: ServerState) -> Arrays:
         """Return a reply of a client that has all classes."""
@@ -193,6 +187,12 @@ class Rows(Reduction):
         """Return why arrays are not one row for each of some classes, or None."""
         classes, width = form[self.rows].shape
         return problem_of(reply.arrays.get(self.rows), reply.arrays.get(LABELS), width, classes)
+
+    @property
+    def permits(self) -> Permits:
+        """Representations can be screened, which outputs cannot; counts and sums of all classes noised."""
+        guards = () if self.outputs else ("own", "count-cap") if self.counted else ("own",)
+        return Permits(None, guards, ("example",) if self.noised else ())
 
 
 @dataclass(frozen=True)
@@ -237,14 +237,10 @@ class Total(Reduction):
         return problem
 
     @property
-    def sums(self) -> Sums | None:
-        """Sums add up, unless the server needs each client's own."""
-        return None if self.apart else Sums("", totals=(self.prefix,))
-
-    @property
-    def guards(self) -> tuple[str, ...]:
-        """A cap on the samples behind a client's sums."""
-        return ("count-cap",) if self.capped else ()
+    def permits(self) -> Permits:
+        """Sums add up, unless the server needs each client's own; `remade` makes the result from noised ones."""
+        sums, guards = None if self.apart else Sums("", (self.prefix,)), ("count-cap",) if self.capped else ()
+        return Permits(sums, guards, () if self.moments is None else ("example",))
 
 
 @dataclass(frozen=True)
@@ -278,14 +274,11 @@ class Gaussians(Reduction):
         return problem
 
     @property
-    def sums(self) -> Sums | None:
-        """Only sums add up."""
-        return Sums("", totals=(self.prefix,)) if self.cov == "sums" else None
-
-    @property
-    def guards(self) -> tuple[str, ...]:
-        """A screening of class means, which sums over all samples do not show, and a cap on counts."""
-        return ("count-cap",) if self.cov == "sums" else ("own", "count-cap")
+    def permits(self) -> Permits:
+        """Only sums add up, and they do not show class means, which can be screened."""
+        sums, own = (Sums("", (self.prefix,)), ()) if self.cov == "sums" else (None, ("own",))
+        # The counts of five classes out of ten that one client makes up outweigh four honest clients with 10.
+        return Permits(sums, (*own, "count-cap"), ("example",), cap=2.0)
 
 
 @dataclass(frozen=True)
@@ -294,15 +287,20 @@ class Each(Reduction):
 
     Attributes
     ----------
-    grouped : whether the server averages them within groups that it forms meanwhile, by `Reduced.mean`.
+    share : gives the shares of the classes in a reply, (C,), by which the server weighs its arrays class by class.
+    cap : whether sample counts are weights.
+    grouped : whether the server averages the arrays within groups that it forms meanwhile, by `Reduced.mean`.
     """
 
+    share: Callable[[Arrays], Float64] | None = None
+    cap: bool = True
     grouped: bool = False
 
     @property
-    def guards(self) -> tuple[str, ...]:
-        """Any rule for averages and a cap on the weights, within groups."""
-        return ("rules", "count-cap") if self.grouped else ()
+    def permits(self) -> Permits:
+        """Within groups any rule for averages, with shares a rule of its own, and a cap on the weights."""
+        rule = ("rules",) if self.grouped else ("own",) if self.share else ()
+        return Permits(guards=(*rule, "count-cap") if self.cap else rule)
 
 
 @dataclass
@@ -356,6 +354,14 @@ class ClassRows:
     rows: Float64
 
 
+class Share(NamedTuple):
+    """A reply, and its weights in the classes: `samples` n_k, times the share (C,) of each class in `classes`."""
+
+    reply: Reply
+    samples: float
+    classes: Float64
+
+
 class Reducer:
     """Takes the replies of an exchange one at a time."""
 
@@ -387,9 +393,10 @@ class Reduced:
         replies: Iterable[Reply],
         reducers: Mapping[str, Reducer],
         mean: Callable[[Arrays], RunningMean | RobustMean],
+        shares: Callable[[Iterator[Reply]], Iterator[Share]],
     ) -> None:
         self._replies = iter(replies)
-        self._mean = mean
+        self._mean, self._shares = mean, shares
         self._groups: dict[int, RunningMean | RobustMean] = {}
         self._reducers = reducers
         self._clients: list[Reply] = []
@@ -406,6 +413,10 @@ class Reduced:
     def __iter__(self) -> Iterator[Reply]:
         """Yield the replies as they arrive."""
         return self.each()
+
+    def shares(self) -> Iterator[Share]:
+        """Yield the replies with their weights in the classes, as `Each.share` gives them."""
+        return self._shares(self.each())
 
     @property
     def clients(self) -> list[Reply]:

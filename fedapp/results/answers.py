@@ -205,7 +205,7 @@ class Answer:
             method = registry.get(self.leader.partition("(")[0])
         except BadRequest:  # a method that is not installed here
             return sent
-        shown = "" if method.per_class is None else ", including numbers for single classes"
+        shown = "" if method.class_threshold(method.hparams()) is None else ", including numbers for single classes"
         return f"{sent} Exchanged: {method.travels}{shown}."
 
     def power(self) -> str:

@@ -272,7 +272,8 @@ class Node(BaseModel):
                 + (" or 'sgd'" if self.dp == "example" else "")
             )
         method, hparams = config.method_and_hparams()
-        if self.min_class_count <= 1 or method.per_class is None:
+        threshold = method.class_threshold(hparams)
+        if self.min_class_count <= 1 or threshold is None:
             return
         if config.privacy.dp == "example":
             raise BadRequest(
@@ -280,17 +281,17 @@ class Node(BaseModel):
                 "says something (min-class-count in the node-config), and with dp = 'example' replies say something, "
                 "with noise, of every class: its owner removes min-class-count, or the run takes dp = 'none'"
             )
-        if not method.per_class:
+        if not threshold:
             raise BadRequest(
                 f"replies of {config.federation.method} with these method-args say something of every class, and this "
                 f"node's owner asks for at least {self.min_class_count} images (min-class-count in the node-config): "
                 "choose another method"
             )
-        if int(getattr(hparams, method.per_class)) < self.min_class_count:
+        if int(getattr(hparams, threshold)) < self.min_class_count:
             raise BadRequest(
                 f"this node's owner asks for at least {self.min_class_count} images of every class of which a reply "
-                f"says something (min-class-count in the node-config), this run {getattr(hparams, method.per_class)}: "
-                f'set method-args="{method.per_class}={self.min_class_count}"'
+                f"says something (min-class-count in the node-config), this run {getattr(hparams, threshold)}: "
+                f'set method-args="{threshold}={self.min_class_count}"'
             )
 
     def privacy(self, config: RunConfig) -> Privacy | None:

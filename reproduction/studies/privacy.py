@@ -246,7 +246,7 @@ def accuracy(method: str, features: Features, answers: Sequence[Arrays], noise: 
             state = strategy.aggregate(state, server_round, replies)
         return score(state["model"])
 
-    query = strategy.reader.query(lambda exchange, payload: replies)
+    query = strategy.reader.query(lambda exchange, payload, check: replies)
     arrays = strategy.global_arrays(strategy.finalize(state, query))
     assert arrays is not None
     return score(arrays)

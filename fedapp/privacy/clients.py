@@ -1,0 +1,76 @@
+"""Clients of a run with `dp = example`: noised counts, sums and second moments take the place of exact statistics.
+
+What one image can change is known only if the extractor does not depend on the client's images: all clients have the
+same one, as the run gives it. Where a method trains round by round (FedGH), its clients train the head alone. Their
+statistics are then the same in all rounds, so they are released once, and the same numbers are sent again, which
+reveals nothing more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from clients.base import FedClient
+from clients.fedgh import FedGHClient
+from fedapp import sampling
+from fedapp.learning.training import Phase
+from fedapp.method import HEAD, Arrays, BaseHParams, Method, Payload
+from fedapp.privacy import statistics
+from fedapp.reduce.noised import Noised, noised
+
+
+class NoisedAnswers(FedClient):
+    """Answers a query for statistics with noised ones.
+
+    Attributes
+    ----------
+    forms : the reductions with noise, by exchange.
+    """
+
+    forms: ClassVar[dict[str, Noised]] = {}
+
+    def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Release the statistics, or answer as the method does where nothing has noise."""
+        form = self.forms.get(f"query.{kind}")
+        if form is None:
+            return super().answer(kind, payload)
+        found = statistics.release(self, self.feature_batches(), form.moments, kind)
+        return {form.prefix + name: array for name, array in found.items()}, self.measure("received")
+
+
+class NoisedFedGHClient(NoisedAnswers, FedGHClient):
+    """Trains the header alone (FedGH, Eq. 6 without phi), and sends noised counts (C,) and sums (C, d)."""
+
+    def lars(self) -> Arrays:
+        """Return the statistics, from the first round on the same."""
+        form, names = self.forms["train"], ("count", "sum")
+        if all(f"released/{n}" in self.own for n in names):
+            self.released = True
+        else:
+            found = statistics.release(self, self.feature_batches(), form.moments, "class means")
+            self.own |= {f"released/{n}": found[n] for n in names}
+        return {form.prefix + n: self.own[f"released/{n}"] for n in names}
+
+    def phases(self) -> Sequence[Phase]:
+        """Train the head alone."""
+        return [Phase(self.step_loss, self.train_spec(), prefixes=HEAD)]
+
+    def initial_seed(self) -> int:
+        """Return the seed of the server's model, since means must be comparable."""
+        return sampling.server_model_seed(self.task.seed)
+
+
+@functools.lru_cache(maxsize=32)
+def _noised(kind: type[FedClient], forms: tuple[tuple[str, Noised], ...]) -> type[FedClient]:
+    outer = NoisedFedGHClient if issubclass(kind, FedGHClient) else NoisedAnswers
+    return type(f"Noised{kind.__name__}", (outer, kind), {"forms": dict(forms), "__doc__": kind.__doc__})
+
+
+def noised_client(method: Method, hparams: BaseHParams) -> type[FedClient]:
+    """Return the class of the method's clients in a run with `dp = example`; the same for the same declaration."""
+    found = {exchange: [noised(r) for r in of.values()] for exchange, of in method.reductions(hparams).items()}
+    forms = tuple((exchange, r) for exchange, of in found.items() for r in of if isinstance(r, Noised))
+    kind: Any = method.client
+    return _noised(kind, forms)
