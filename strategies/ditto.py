@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from clients.ditto import DittoClient, DittoHParams
 from fedapp.method import ALL, Method
-from strategies.base import Strategy
-
-
-class Ditto(Strategy):
-    """FedAvg's server: the personal models are none of its business."""
-
+from strategies.fedavg import FedAvg
 
 METHOD = Method(
     id="ditto",
     title="Ditto",
     paper="Li et al., ICML 2021",
-    strategy=Ditto,
+    strategy=FedAvg,
     client=DittoClient,
     hparams=DittoHParams,
     shared=ALL,

@@ -9,25 +9,16 @@ from __future__ import annotations
 
 from clients.fedper import FedPerHParams, PrivateClient
 from fedapp.method import Method
-from strategies.base import Strategy
-
-
-class FedPer(Strategy):
-    """The average of the clients' bodies, weighted by n_j: what the base class does with the arrays that travel."""
-
-
-def _shared(hparams: FedPerHParams) -> tuple[str, ...]:
-    return hparams.prefixes
-
+from strategies.fedavg import FedAvg
 
 METHOD = Method(
     id="fedper",
     title="FedPer",
     paper="Arivazhagan et al., 2019",
-    strategy=FedPer,
+    strategy=FedAvg,
     client=PrivateClient,
     hparams=FedPerHParams,
-    shared=_shared,
+    shared=lambda hparams: hparams.prefixes,
     head="names",
     travels="the body, both ways",
 )

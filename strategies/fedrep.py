@@ -11,18 +11,13 @@ from __future__ import annotations
 from clients.fedrep import BODY, FedRepClient, FedRepHParams
 from fedapp.method import Method
 from fedapp.reduce.spec import Mean, weights_of
-from strategies.lgfedavg import LGFedAvg
-
-
-class FedRep(LGFedAvg):
-    """The average of the participants' bodies, weighted or plain, as LG-FedAvg has it for heads."""
-
+from strategies.fedavg import FedAvg
 
 METHOD = Method(
     id="fedrep",
     title="FedRep",
     paper="Collins et al., ICML 2021",
-    strategy=FedRep,
+    strategy=FedAvg,
     client=FedRepClient,
     hparams=FedRepHParams,
     shared=BODY,

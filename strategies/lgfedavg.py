@@ -15,7 +15,7 @@ from pydantic import Field
 from clients.base import FedClient
 from fedapp.method import HEAD, BaseHParams, Method
 from fedapp.reduce.spec import Mean, weights_of
-from strategies.base import Strategy
+from strategies.fedavg import FedAvg
 
 
 class LGFedAvgHParams(BaseHParams):
@@ -28,15 +28,11 @@ class LGFedAvgHParams(BaseHParams):
     )
 
 
-class LGFedAvg(Strategy):
-    """The average of the participants' heads."""
-
-
 METHOD = Method(
     id="lgfedavg",
     title="LG-FedAvg",
     paper="Liang et al., 2020",
-    strategy=LGFedAvg,
+    strategy=FedAvg,
     client=FedClient,
     hparams=LGFedAvgHParams,
     shared=HEAD,

@@ -125,7 +125,7 @@ def test_of_two_senders_neither_raises_the_bound_of_its_own_lie(lie: float) -> N
     n, p = rules_cwfedavg.capped_masses([20, lie], shares)
     np.testing.assert_allclose(n[:, None] * p, [[10, 10], [20, 0]])
     rows = [(np.array([0]), np.array([[float(x)]]), np.array([n])) for x, n in ((1, 10), (9, lie))]
-    assert robust.class_means(rows, np.zeros((1, 1)), guard(count_cap=2.0)).values[0, 0] == pytest.approx(190 / 30)
+    assert robust.class_means(rows, np.zeros((1, 1)), guard(count_cap=2.0))[0][0, 0] == pytest.approx(190 / 30)
     moments = {"ids": np.array([0]), "mean": np.zeros((1, 2)), "cov": np.zeros((1, 2))}
     found, _ = rules_ccvr.screened_statistics([moments | {"count": np.array([n])} for n in (20, lie)])
     assert [arrays["count"].tolist() for arrays in found] == [[20], [80]]
@@ -278,19 +278,19 @@ def test_vectors_of_classes_are_combined_over_their_senders() -> None:
     vectors = [rng.normal(size=(len(s), 3)).astype(np.float32) for s in sends]
     vectors[0][:] = 1e6
     replies = [(np.array(s), v, np.ones(len(s))) for s, v in zip(sends, vectors)]
-    found = robust.class_means(replies, previous, guard(robust="trimmed", robust_f=2))
+    values, sent, weaker = robust.class_means(replies, previous, guard(robust="trimmed", robust_f=2))
     every = np.stack([v[0] for v in vectors]).astype(float)
-    np.testing.assert_allclose(found.values[0], robust.trimmed_mean(every, 2), atol=1e-9)
-    assert found.weaker == {1: "norm", 2: "norm"} and found.sent.tolist() == [True, True, True, False]
-    np.testing.assert_array_equal(found.values[3], previous[3])
+    np.testing.assert_allclose(values[0], robust.trimmed_mean(every, 2), atol=1e-9)
+    assert weaker == {1: "norm", 2: "norm"} and sent.tolist() == [True, True, True, False]
+    np.testing.assert_array_equal(values[3], previous[3])
     three = np.stack([vectors[k][1] for k in (0, 1, 3)]).astype(float) - previous[1]
-    np.testing.assert_allclose(found.values[1], previous[1] + robust.bounded(three).mean(axis=0))
+    np.testing.assert_allclose(values[1], previous[1] + robust.bounded(three).mean(axis=0))
 
 
 def test_weights_of_classes_are_capped_at_their_own_median() -> None:
     replies = [(np.array([0]), np.array([[float(x)]]), np.array([n])) for x, n in ((1, 10), (2, 10), (9, 10**9))]
-    found = robust.class_means(replies, np.zeros((1, 1)), guard(count_cap=2.0))
-    assert found.values[0, 0] == pytest.approx((1 * 10 + 2 * 10 + 9 * 20) / 40)
+    values = robust.class_means(replies, np.zeros((1, 1)), guard(count_cap=2.0))[0]
+    assert values[0, 0] == pytest.approx((1 * 10 + 2 * 10 + 9 * 20) / 40)
 
 
 # ---- FedGH, cwFedAvg, CCVR -------------------------------------------------------------------------------------------

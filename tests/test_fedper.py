@@ -18,7 +18,7 @@ from fedapp.learning.state import ClientStore
 from fedapp.method import Payload, Reply
 from fedapp.models.selection import everything
 from fedapp.registry import parse_args
-from strategies.fedper import METHOD, FedPer
+from strategies.fedper import METHOD
 from tests.handmade import TOY, context, deterministic, digit_tasks, equal, federate, on_toy, toy_task
 
 Tiny = Callable[..., RunResult]
@@ -45,7 +45,7 @@ def test_the_worked_means_of_bodies() -> None:
     """Three clients of 100, 60 and 40 samples, then the first and the last alone."""
     bodies = [np.array(b) for b in ([1.2, 0.8], [0.6, 1.4], [1.5, 1.5])]
     replies = [Reply(k, n, {BODY: b}, {}) for k, (n, b) in enumerate(zip((100, 60, 40), bodies, strict=True))]
-    server = FedPer(METHOD, FedPerHParams())
+    server = METHOD.strategy(METHOD, FedPerHParams())
     state = server.init(context({BODY: np.zeros(2)}))
     for chosen, mean in ((replies, (1.08, 1.12)), (replies[::2], (1.285714, 1.0))):
         np.testing.assert_allclose(server.aggregate(state, 1, iter(chosen))["model"][BODY], mean, atol=1e-6)

@@ -16,7 +16,7 @@ from fedapp.engines.local import RunResult
 from fedapp.method import Payload, Reply
 from fedapp.models.selection import everything, extract
 from strategies.fedbabu import METHOD as FEDBABU
-from strategies.fedrep import METHOD, FedRep
+from strategies.fedrep import METHOD
 from tests.handmade import TOY, context, deterministic, digit_tasks, equal, head_of, model_like, on_toy, toy_task
 from tests.test_fedper import BODY, STEPPED
 
@@ -84,7 +84,7 @@ def test_without_a_phase_for_the_head_it_is_fedbabu_up_to_the_order_of_batches(b
 def test_a_consensus_of_bodies_stays_and_both_means_are_worked() -> None:
     bodies = [np.full(2, v, np.float32) for v in (1.0, 4.0, 7.0)]
     for average, all_three, two in (("samples", 3.5, 1.75), ("plain", 4.0, 2.5)):
-        server = FedRep(METHOD, FedRepHParams.model_validate({"average": average}))
+        server = METHOD.strategy(METHOD, FedRepHParams.model_validate({"average": average}))
         state = server.init(context({BODY: np.zeros(2, np.float32)}))
         replies = [Reply(k, n, {BODY: b}, {}) for k, (n, b) in enumerate(zip((30, 10, 20), bodies, strict=True))]
         assert server.aggregate(state, 1, iter(replies))["model"][BODY] == pytest.approx(all_three)

@@ -30,7 +30,6 @@ cwFedAvg, FedGH and CCVR do not average whole replies; `fedapp/reduce/rules_<id>
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -334,25 +333,9 @@ def weaker(means: Mapping[int, RunningMean | RobustMean]) -> dict[int, str]:
 # Vectors of single classes ------------------------------------------------------------------------
 
 
-@dataclass
-class ClassMeans:
-    """Means of single classes.
-
-    Attributes
-    ----------
-    values : (C, d) float64; as before where nobody sent the class.
-    sent : (C,), which classes somebody sent.
-    weaker : what took the rule's place, by class, where it has too few senders.
-    """
-
-    values: Float64
-    sent: npt.NDArray[np.bool_]
-    weaker: dict[int, str] = field(default_factory=dict)
-
-
 def class_means(
     replies: Iterable[tuple[Array, Array, Array]], previous: Array, robust: RobustnessSettings
-) -> ClassMeans:
+) -> tuple[Float64, npt.NDArray[np.bool_], dict[int, str]]:
     """Return a robust mean of the vectors that clients sent for single classes.
 
     Parameters
@@ -360,21 +343,26 @@ def class_means(
     replies : of each client the classes (S,), one vector each (S, d), and their weights (S,).
     previous : (C, d), from which changes are measured.
     robust : its `cap` bounds weights by the class's median.
+
+    Returns
+    -------
+    Means (C, d) float64, as before where nobody sent the class; which classes somebody sent, (C,); and what took the
+    rule's place, by class, where it has too few senders.
     """
     rows: dict[int, list[tuple[Float64, float]]] = {}
     for labels, vectors, weights in replies:
         for c, vector, weight in zip(labels.tolist(), vectors.astype(np.float64), np.asarray(weights).tolist()):
             rows.setdefault(c, []).append((vector, float(weight)))
     base = np.asarray(previous, dtype=np.float64)
-    found = ClassMeans(base.copy(), np.zeros(len(base), dtype=np.bool_))
+    values, sent, weaker = base.copy(), np.zeros(len(base), dtype=np.bool_), dict[int, str]()
     for c, given in sorted(rows.items()):
         rules = fitting(robust.averages, robust.robust_f, len(given))
         if rules != robust.averages:
-            found.weaker[c] = "+".join(rules)
+            weaker[c] = "+".join(rules)
         weights = capped([w for _, w in given], robust.count_cap)
-        found.values[c] += combined(np.stack([v for v, _ in given]) - base[c], weights, rules, robust.robust_f)
-        found.sent[c] = True
-    return found
+        values[c] += combined(np.stack([v for v, _ in given]) - base[c], weights, rules, robust.robust_f)
+        sent[c] = True
+    return values, sent, weaker
 
 
 # Bounds that rules share ---------------------------------------------------------------------------

@@ -161,11 +161,6 @@ class Reader:
         arrays = reduction.of(self.context, state)
         return MeanReducer(arrays, mean_of(arrays, robust), reduction)
 
-    def form(self, exchange: str, state: ServerState) -> Arrays | None:
-        """Return arrays of the names, shapes and dtypes of a reply, or None where the method alone knows its form."""
-        forms = self._forms(exchange, state)
-        return None if forms is None else {name: a for _, form in forms for name, a in form.items()}
-
     def _forms(self, exchange: str, state: ServerState) -> list[tuple[Reduction, Arrays]] | None:
         """Return each reduction of an exchange with its form; None where the method alone knows one."""
         reductions = self.reductions.get(exchange, {"": Each()}).values()
@@ -175,12 +170,12 @@ class Reader:
         return found if len(found) == len(reductions) else None
 
     def further(self, exchange: str, state: ServerState) -> Arrays:
-        """Return the arrays of `form` besides the model's, for sums.
+        """Return arrays of the names, shapes and dtypes in a reply besides the model's, for sums.
 
         Those of classes (`Sums.rows`) have a row for each of the C classes.
         """
-        form = self.form(exchange, state) or {}
-        return {name: array for name, array in form.items() if name not in self.context.initial}
+        forms = self._forms(exchange, state) or []
+        return {n: array for _, form in forms for n, array in form.items() if n not in self.context.initial}
 
     def checker(self, exchange: str, state: ServerState, shared: Callable[[str], bool] | None = None) -> Check:
         """Return a function that returns why a reply does not have the form that the server reduces, or None.

@@ -41,6 +41,5 @@ class RobustClassMeans(Reducer):
 
     def result(self) -> ClassMeans:
         """Return the means."""
-        found = class_means(self._rows, self.of, self.robust)
-        self._weaker = found.weaker
-        return ClassMeans(found.values, found.sent, self._owned)
+        values, sent, self._weaker = class_means(self._rows, self.of, self.robust)
+        return ClassMeans(values, sent, self._owned)
