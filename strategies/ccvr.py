@@ -16,9 +16,6 @@ Non-IID Data, NeurIPS 2021.
        (N_c - 1) Sigma_c = sum_k (N_ck - 1) Sigma_ck + sum_k N_ck (mu_ck - mu_c)(mu_ck - mu_c)^T.
 4. Line 14: G_c = M_c draws from N(mu_c, Sigma_c).
 5. phi~ = argmin over phi of the mean cross-entropy on the union of the G_c, by SGD from the trained phi; theta stays.
-
-With `robust`, statistics that are out of line are bounded or left out before line 13. Then phi~ is fitted once more
-without each client, from the same draws, and a client without whom it moves much farther than without others is named.
 """
 
 from __future__ import annotations
@@ -55,6 +52,7 @@ class CCVR(PostHoc):
         replies, pooled, reduced = self.statistics(w, query)
         counts = pooled.counts
         head, y, jitter = self.fitted(w, pooled)
+        # Repeats the fit without each client where statistics are screened; equal draws make the fits comparable.
         audit = reduced.audit("statistics", lambda others: self.fitted(w, others)[0], head)
         for client, pull in audit.pulls.items():
             self.context.warn(

@@ -96,8 +96,8 @@ class CwFedAvg(Strategy):
         names, classes = self._names(), self.context.num_classes
         pt, uploads, given = dict(state["pt"]), Uploads(classes), dict[int, tuple[float, Float64]]()
         distances: list[float] = []
-        for reply, n, p in reduced.shares():  # n_i and p~_i, as far as the run believes them
-            pt[reply.client] = distribution(self.hparams, reply.arrays)  # line 8
+        for reply, n, p in reduced.shares():  # n_i and p~_i of Eq. 6
+            pt[reply.client] = distribution(self.hparams, reply.arrays)  # line 8, for Eq. 7
             given[reply.client] = n, p
             uploads.add({name: reply.arrays[name] for name in names}, n, p)
             distance = reply.metrics.get("wdr")

@@ -12,9 +12,6 @@ Eq. 4:  theta <- theta - eta_theta * grad CE(W R_k^s + b, s),  with p = softmax(
         W <- W - eta_theta (p - e_s) R^T,   b <- b - eta_theta (p - e_s).
 All LARs have the same weight: the server does not know from how many samples each was computed.
 
-With `dp = example` clients send noised sums and counts (`clients/fedgh.py`). They are added up over clients, and the
-header sees one mean per class, as if there were one client.
-
 In the released code the header has no optimizer and never changes; `mode=frozen` does the same.
 """
 

@@ -40,7 +40,7 @@ Labels = NDArray[np.int64]
 
 
 class FedTGP(FedProto):
-    """Trains one prototype per class on the clients' class means and sends them; `robust` screens the means first."""
+    """Trains one prototype per class on the clients' class means and sends them."""
 
     records = ("margin", "loss")
 
