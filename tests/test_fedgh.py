@@ -421,7 +421,7 @@ def test_worked_class_means() -> None:
 def test_class_means_do_not_depend_on_how_many_images_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     y = list(np.random.default_rng(0).integers(0, 4, 50))
     whole = client(y).train_round(head_payload(), 1)[0]
-    monkeypatch.setattr("clients.fedgh.ROWS", 7)
+    monkeypatch.setattr("clients.base.ROWS", 7)
     parts = client(y).train_round(head_payload(), 1)[0]
     np.testing.assert_allclose(whole["lar"], parts["lar"], rtol=1e-6, atol=1e-7)
 

@@ -15,7 +15,7 @@ from fedapp.learning.task import Task
 from fedapp.method import Arrays, Payload, Reply
 from fedapp.models import SplitModel
 from fedapp.models.selection import everything
-from strategies.lgfedavg import METHOD, LGFedAvg, LGFedAvgHParams
+from strategies.lgfedavg import METHOD, LGFedAvgHParams
 from strategies.local import METHOD as LOCAL
 from tests.handmade import (
     assert_close,
@@ -70,7 +70,7 @@ def test_the_heads_average_is_weighted_by_samples_or_plain_over_the_participants
         return {n: rng.normal(size=s).astype(np.float32) for n, s in (("head.weight", (3, 4)), ("head.bias", (3,)))}
 
     heads, start = [draw() for _ in counts], draw()
-    server = LGFedAvg(METHOD, LGFedAvgHParams.model_validate({"average": average}))
+    server = METHOD.strategy(METHOD, LGFedAvgHParams.model_validate({"average": average}))
     state = server.init(context(start))
     sent = server.send(state, 1, 0)
     assert equal(sent.common, start) and not sent.arrays
@@ -90,7 +90,7 @@ def test_worked_averages() -> None:
     heads = [{"head.weight": np.full((1, 1), v, np.float32)} for v in (1.0, 4.0, 7.0)]
     replies = [Reply(k, n, h, {}) for k, (n, h) in enumerate(zip((30, 10, 20), heads, strict=True))]
     for average, all_three, two in (("samples", 3.5, 1.75), ("plain", 4.0, 2.5)):
-        server = LGFedAvg(METHOD, LGFedAvgHParams.model_validate({"average": average}))
+        server = METHOD.strategy(METHOD, LGFedAvgHParams.model_validate({"average": average}))
         state = server.init(context(heads[0]))
         assert server.aggregate(state, 1, iter(replies))["model"]["head.weight"] == pytest.approx(all_three)
         assert server.aggregate(state, 1, iter(replies[:2]))["model"]["head.weight"] == pytest.approx(two)
@@ -114,7 +114,7 @@ def test_with_one_client_it_is_standalone_from_the_same_head(tmp_path: Path) -> 
     assert first is not None
     alone.save(1, first.arrays)
     together = FedClient(task, METHOD, LGFedAvgHParams(), store)
-    together.train_round(LGFedAvg(METHOD, LGFedAvgHParams()).send(state, 2, 0), 2)
+    together.train_round(METHOD.strategy(METHOD, LGFedAvgHParams()).send(state, 2, 0), 2)
     own = FedClient(task, LOCAL, LOCAL.hparams(), alone)
     own.train_round(Payload(), 2)
     assert equal(everything(together.model), everything(own.model))

@@ -69,8 +69,8 @@ def _noised(kind: type[FedClient], forms: tuple[tuple[str, Noised], ...]) -> typ
 
 
 def noised_client(method: Method, hparams: BaseHParams) -> type[FedClient]:
-    """Return the class of the method's clients in a run with `dp = example`; the same for the same declaration."""
+    """Return the class of the method's clients in a run with `dp = example`; the method's own if nothing has noise."""
     found = {exchange: [noised(r) for r in of.values()] for exchange, of in method.reductions(hparams).items()}
     forms = tuple((exchange, r) for exchange, of in found.items() for r in of if isinstance(r, Noised))
     kind: Any = method.client
-    return _noised(kind, forms)
+    return _noised(kind, forms) if forms else method.client
