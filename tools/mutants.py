@@ -60,6 +60,7 @@ NAMED = {
     "fedapp/federation/context.py": ["tests/test_measure.py", "tests/test_engine.py"],
     "fedapp/federation/releases.py": ["tests/test_private_sums.py"],
     "fedapp/federation/rollback.py": ["tests/test_offences.py"],
+    "fedapp/federation/server_model.py": ["tests/test_own_models.py", "tests/test_hostile.py"],
     "fedapp/federation/soundness.py": ["tests/test_offences.py"],
     "strategies/_flower.py": ["tests/test_flower_loop.py"],
     "clients/base.py": ["tests/test_engine.py", "tests/test_training.py", "tests/test_phases.py"],
