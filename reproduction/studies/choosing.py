@@ -442,7 +442,8 @@ def shortlist(runs: Sequence[Kept]) -> list[str]:
 
     def needs(method: str) -> tuple[bool, bool, bool, float]:
         of = registry.get(method)
-        return not of.heterogeneous, of.per_class is not None, bool(of.public_share), sent[method]
+        reveals = of.class_threshold(of.hparams()) is not None
+        return not of.heterogeneous, reveals, bool(of.public_share), sent[method]
 
     rows: list[tuple[str, ...]] = [(title("local"), "nothing", "nothing", "0.0", *[DASH] * 3)]
     for method in sorted(shown, key=needs):
