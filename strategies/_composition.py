@@ -51,9 +51,8 @@ def on(outer: type[T], base: type[Any], settings: BaseHParams, base_hparams: Bas
     outer, base : two subclasses of one class, both cooperative.
     settings, base_hparams : become class attributes of these names.
     """
-    pair: tuple[Any, Any] = (outer, base)
-    made: type[T] = _on(pair, settings, base_hparams)
-    return made
+    found: type[T] = _on((outer, base), settings, base_hparams)
+    return found
 
 
 @functools.lru_cache(maxsize=128)
@@ -260,7 +259,6 @@ NONE = Method(
     paper="",
     strategy=_Untrained,
     client=Untrained,
-    shared=ALL,
     up=(),
     reduces={"train": {}},
     global_model=True,

@@ -20,7 +20,7 @@ from clients.sums import SUMS, SumsClient, SumsHParams
 from fedapp.core import sums
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
-from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Query, Total
 from strategies._composition import PostHoc, built_on
 
@@ -148,7 +148,6 @@ def head_method(
         strategy=strategy,
         client=client,
         hparams=hparams,
-        shared=ALL,
         extra_up=(SUMS,),
         global_model=True,
         deploy_as="received",

@@ -32,7 +32,7 @@ from fedapp.core import gaussian, heads, virtual
 from fedapp.core.gaussian import ClassMoments
 from fedapp.core.names import under
 from fedapp.learning.training import batch_slices
-from fedapp.method import ALL, Array, Arrays, Method, Payload, Reductions, Reply, ServerContext, ServerState
+from fedapp.method import Array, Arrays, Method, Payload, Reductions, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Gaussians, Query, Reduced, Total
 from strategies._composition import PostHoc, built_on
 
@@ -207,7 +207,6 @@ METHOD = Method(
     strategy=CCVR,
     client=CCVRClient,
     hparams=CCVRHParams,
-    shared=ALL,
     extra_up=(STATISTICS, FEATURES),
     global_model=True,
     deploy_as="received",

@@ -31,7 +31,7 @@ from pydantic import Field
 from clients.base import FedClient
 from fedapp.core.averages import within
 from fedapp.core.pairwise import cosine_from_gram, gram
-from fedapp.method import ALL, Arrays, BaseHParams, Blend, Method, Payload, Scored, ServerContext, ServerState
+from fedapp.method import Arrays, BaseHParams, Blend, Method, Payload, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
 from strategies.base import Strategy
 
@@ -209,7 +209,6 @@ METHOD = Method(
     strategy=CFL,
     client=FedClient,
     hparams=CFLHParams,
-    shared=ALL,
     head="none",
     reduces={"train": {"models": Each(grouped=True)}},
     deploy_as="received",

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
 from fedapp.core.classwise import Uploads, class_globals, class_weights, mix, norm_distribution, weakly_held
 from fedapp.learning.metrics import mean, tidy
-from fedapp.method import ALL, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.method import Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Mean, Reduced
 from strategies.base import Strategy
 
@@ -183,7 +183,6 @@ METHOD = Method(
     strategy=CwFedAvg,
     client=CwFedAvgClient,
     hparams=CwFedAvgHParams,
-    shared=ALL,
     travels="the whole model, both ways; each client gets its own",
     reduces=lambda hparams: {
         "train": {

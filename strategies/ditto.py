@@ -8,7 +8,7 @@ Algorithm 1, server:  w^{t+1} <- sum_{k in S_t} (n_k / sum_{j in S_t} n_j) w_k: 
 from __future__ import annotations
 
 from clients.ditto import DittoClient, DittoHParams
-from fedapp.method import ALL, Method
+from fedapp.method import Method
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
@@ -18,7 +18,6 @@ METHOD = Method(
     strategy=FedAvg,
     client=DittoClient,
     hparams=DittoHParams,
-    shared=ALL,
     head="none",
     global_model=True,
 )

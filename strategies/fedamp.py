@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from clients.fedamp import FedAMPClient, FedAMPHParams
 from fedapp.core.pairwise import combine, cosine_matrix, squared_distances
-from fedapp.method import ALL, Array, Arrays, Blend, Method, Payload, ServerContext, ServerState
+from fedapp.method import Array, Arrays, Blend, Method, Payload, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
 from strategies.base import Strategy
 
@@ -113,7 +113,6 @@ METHOD = Method(
     strategy=FedAMP,
     client=FedAMPClient,
     hparams=FedAMPHParams,
-    shared=ALL,
     head="none",
     travels="a mix of models for each client down, the whole model up",
     reduces={"train": {"models": Each(cap=False)}},

@@ -7,7 +7,7 @@ Algorithm 1, server:  w^{t+1} = sum_{k in S_t} (n_k / sum_{j in S_t} n_j) w_k^{t
 from __future__ import annotations
 
 from clients.base import FedClient
-from fedapp.method import ALL, Method
+from fedapp.method import Method
 from strategies.base import Strategy
 
 
@@ -21,7 +21,6 @@ METHOD = Method(
     paper="McMahan et al., AISTATS 2017",
     strategy=FedAvg,
     client=FedClient,
-    shared=ALL,
     head="none",
     global_model=True,
     deploy_as="received",

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from clients.base import FedClient
-from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, ServerContext, ServerState
+from fedapp.method import Array, Arrays, BaseHParams, Method, ServerContext, ServerState
 from fedapp.reduce.spec import Reduced
 from strategies.base import Strategy
 
@@ -92,7 +92,6 @@ METHOD = Method(
     strategy=FedAvgM,
     client=FedClient,
     hparams=FedAvgMHParams,
-    shared=ALL,
     head="none",
     global_model=True,
     deploy_as="received",

@@ -10,7 +10,7 @@ bit for bit (tested).
 from __future__ import annotations
 
 from clients.fedbabu import BODY, FedBABUClient, FedBABUHParams
-from fedapp.method import ALL, Arrays, Method, ServerContext, ServerState
+from fedapp.method import Arrays, Method, ServerContext, ServerState
 from fedapp.reduce.spec import Mean, Reduced
 from strategies.base import Strategy
 
@@ -34,7 +34,6 @@ METHOD = Method(
     strategy=FedBABU,
     client=FedBABUClient,
     hparams=FedBABUHParams,
-    shared=ALL,
     head="names",
     up=BODY,
     reduces=lambda hparams: {"train": {"body": Mean(_body, hparams.weights)}},

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from clients.feddbe import MEAN, FedDBEClient, FedDBEHParams
-from fedapp.method import ALL, Arrays, Method, Payload, ServerContext, ServerState
+from fedapp.method import Arrays, Method, Payload, ServerContext, ServerState
 from fedapp.reduce.spec import Mean, Reduced
 from strategies.base import Strategy
 
@@ -50,7 +50,6 @@ METHOD = Method(
     strategy=FedDBE,
     client=FedDBEClient,
     hparams=FedDBEHParams,
-    shared=ALL,
     extra_up=(MEAN,),
     reduces={"train": {"model": Mean(_model_and_mean)}},
     global_model=True,

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from clients.fedfomo import OWN_SLOT, FedFomoClient, FedFomoHParams, wire_name
-from fedapp.method import ALL, LARGEST, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import LARGEST, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
 from strategies.base import Strategy
 
@@ -111,7 +111,6 @@ METHOD = Method(
     strategy=FedFomo,
     client=FedFomoClient,
     hparams=FedFomoHParams,
-    shared=ALL,
     head="none",
     travels="up to M other clients' whole models down, the whole model and M numbers up",
     metrics=("fomo-weights",),

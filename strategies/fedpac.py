@@ -29,7 +29,7 @@ from clients.fedpac import PAC, FedPACClient, FedPACHParams
 from fedapp.core.collaboration import combination, pooled_means
 from fedapp.core.names import under
 from fedapp.core.pairwise import combine
-from fedapp.method import ALL, Array, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import Array, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Mean, Reduced
 from strategies.base import Strategy
 from strategies.fedamp import given_weights
@@ -117,7 +117,6 @@ METHOD = Method(
     strategy=FedPAC,
     client=FedPACClient,
     hparams=FedPACHParams,
-    shared=ALL,
     extra_up=(PAC,),
     reduces={"train": {"body": Mean(), "statistics": Each(least="")}},
     travels="the body, a head for each client and class means down; the model, class means and class counts up",

@@ -6,7 +6,7 @@ Reduces to FedAvg, bit for bit, where mu is 0 (tested).
 from __future__ import annotations
 
 from clients.fedprox import FedProxClient, FedProxHParams
-from fedapp.method import ALL, Method
+from fedapp.method import Method
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
@@ -16,7 +16,6 @@ METHOD = Method(
     strategy=FedAvg,
     client=FedProxClient,
     hparams=FedProxHParams,
-    shared=ALL,
     head="none",
     global_model=True,
     deploy_as="received",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from clients.fedrod import PERSONAL, FedRoDClient, FedRoDHParams
-from fedapp.method import ALL, Arrays, Method, ServerState
+from fedapp.method import Arrays, Method, ServerState
 from strategies.base import Strategy
 
 
@@ -33,7 +33,6 @@ METHOD = Method(
     strategy=FedRoD,
     client=FedRoDClient,
     hparams=FedRoDHParams,
-    shared=ALL,
     head="names",
     global_model=True,
     columns=("generic-loss", "personal-loss"),

@@ -9,7 +9,7 @@ Reduces to FedAvg, bit for bit, where lambda and mu are 0 (tested). The local st
 from __future__ import annotations
 
 from clients.feduv import FedUVClient, FedUVHParams
-from fedapp.method import ALL, Method
+from fedapp.method import Method
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
@@ -19,7 +19,6 @@ METHOD = Method(
     strategy=FedAvg,
     client=FedUVClient,
     hparams=FedUVHParams,
-    shared=ALL,
     head="none",
     global_model=True,
     deploy_as="received",

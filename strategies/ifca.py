@@ -18,7 +18,7 @@ import numpy as np
 from clients.ifca import IFCAClient, IFCAHParams, wire_name
 from fedapp.core.averages import within
 from fedapp.errors import BadRequest
-from fedapp.method import ALL, HEAD, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.method import HEAD, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
 from strategies.base import Strategy
 
@@ -105,7 +105,6 @@ METHOD = Method(
     strategy=IFCA,
     client=IFCAClient,
     hparams=IFCAHParams,
-    shared=ALL,
     head="none",
     reduces={"train": {"models": Each(grouped=True)}},
     deploy_as="received",

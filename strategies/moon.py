@@ -8,7 +8,7 @@ Reduces to FedAvg, bit for bit, where mu is 0 (tested). The local step is in cli
 from __future__ import annotations
 
 from clients.moon import MoonClient, MoonHParams
-from fedapp.method import ALL, Method
+from fedapp.method import Method
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
@@ -18,7 +18,6 @@ METHOD = Method(
     strategy=FedAvg,
     client=MoonClient,
     hparams=MoonHParams,
-    shared=ALL,
     head="none",
     global_model=True,
     deploy_as="received",

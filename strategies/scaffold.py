@@ -19,7 +19,7 @@ import numpy as np
 
 from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
 from fedapp.core import names
-from fedapp.method import ALL, Array, Arrays, Method, Payload, ServerContext, ServerState, TrainDefaults
+from fedapp.method import Array, Arrays, Method, Payload, ServerContext, ServerState, TrainDefaults
 from fedapp.reduce.spec import Mean, Reduced
 from strategies.base import Strategy
 from strategies.fedavgm import RUNNING_STATISTICS
@@ -79,7 +79,6 @@ METHOD = Method(
     strategy=Scaffold,
     client=ScaffoldClient,
     hparams=ScaffoldHParams,
-    shared=ALL,
     head="none",
     extra_up=(CONTROL,),
     reduces=lambda hparams: {"train": {"model": Mean(_model_and_changes, hparams.weights)}},
