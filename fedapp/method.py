@@ -376,13 +376,15 @@ class Method:
         """Return the values of `dp` for which all that clients send has noise, with these hyperparameters.
 
         `example`: all arrays of the training have a form with noise, and those of a query. `client`: the reply is one
-        mean of model arrays. `sgd`: the same, by a client that trains as that of FedAvg does.
+        mean of model arrays, and the client's class is not of another package. `sgd`: the same, by a client that trains
+        as that of FedAvg does.
         """
         train = [r.permits.units for r in self.reductions(hparams).get("train", {}).values()]
         every = [r.permits.units for r in self._all(hparams)]
         if ("example",) in every:
             return ("example",) if all(units == ("example",) for units in train) else ()
-        if train != [("client",)] or every != train or self.extra_up or self._untested("dp"):
+        known = self.client.__module__.startswith("clients.") and not self._untested("dp")
+        if train != [("client",)] or every != train or self.extra_up or not known:
             return ()
         return ("sgd", "client") if self.client.trains_plainly() else ("client",)
 
@@ -392,8 +394,8 @@ class Method:
 
     def _untested(self, what: str) -> bool:
         """Return whether this method, or the base that it was built on, is in `UNTESTED`."""
-        names = {self.id, *(c.__module__.removeprefix("strategies.") for c in self.strategy.__mro__)}
-        return not names.isdisjoint(UNTESTED[what])
+        kinds = (*self.strategy.__mro__, *self.client.__mro__)
+        return not {self.id, *(c.__module__.rpartition(".")[2] for c in kinds)}.isdisjoint(UNTESTED[what])
 
     @property
     def headlines(self) -> tuple[str, ...]:
