@@ -10,7 +10,7 @@ import pytest
 from scipy.optimize import minimize
 
 from fedapp.core import gaussian, robust
-from fedapp.core.averages import RunningMean
+from fedapp.core.averages import RunningMean, lower_median
 from fedapp.core.robust import RobustMean, combined, fitting, needed, parsed
 from fedapp.reduce import rules_ccvr, rules_cwfedavg, rules_fedgh
 from tests.handmade import guard
@@ -111,6 +111,13 @@ def test_rules_run_from_left_to_right() -> None:
     assert not np.allclose(of("norm+multikrum", u), of("multikrum+norm", u))
 
 
+@pytest.mark.parametrize("count", range(1, 9))
+def test_no_half_of_the_clients_raises_a_lower_median(count: int) -> None:
+    honest, liars = [3.0, 1.0, 2.0, 4.0][: (count + 1) // 2], [1e9] * (count // 2)
+    assert lower_median([*liars, *honest]) == statistics.median_low([*liars, *honest]) <= max(honest)
+    assert lower_median([]) == 0.0
+
+
 def test_counts_are_capped_at_a_multiple_of_the_median() -> None:
     assert robust.capped([10, 20, 30, 40, 1e9], 2).tolist() == [10, 20, 30, 40, 60]
     assert robust.capped([10, 20, 30, 40, 1e9], 0).tolist() == [10, 20, 30, 40, 1e9]
@@ -134,8 +141,8 @@ def test_of_two_senders_neither_raises_the_bound_of_its_own_lie(lie: float) -> N
 def test_statistics_of_one_client_count_for_a_multiple_of_the_median_total() -> None:
     counts = [[10, 20], [5, 5], [40, 0, 10], [10**9, 1, 10**9, 10]]
     answers = [{"count": np.array(c), "mean": np.zeros((len(c), 2))} for c in counts]
-    found = robust.capped_statistics(answers, 2)  # totals 30, 10, 50, 2e9: the median is 40
-    assert [arrays["count"].tolist() for arrays in found] == [*counts[:3], [38, 1, 38, 1]]
+    found = robust.capped_statistics(answers, 2)  # totals 30, 10, 50, 2e9: the lower median is 30
+    assert [arrays["count"].tolist() for arrays in found] == [*counts[:3], [28, 1, 28, 1]]
     assert [a["count"].tolist() for a in robust.capped_statistics(answers, 0)] == counts
     of_two = robust.capped_statistics([answers[0], answers[3]], 2)
     assert of_two[1]["count"].sum() <= 60 and of_two[1]["count"].dtype == np.int64
@@ -307,7 +314,7 @@ def test_screening_against_a_loop_and_for_few() -> None:
 
 @pytest.mark.parametrize(
     ("counts", "most"),
-    [([30], 60), ([30, 10**9], 60), ([10**9, 30], 60), ([10, 30, 10**9], 60), ([10, 30, 50, 70], 80)],
+    [([30], 60), ([30, 10**9], 60), ([10**9, 30], 60), ([10, 30, 10**9], 60), ([10, 30, 50, 70], 60)],
 )
 def test_no_client_raises_the_limit_of_its_own_count(counts: list[int], most: int) -> None:
     assert robust.count_limit(counts, 2) == most and robust.count_limit(counts, 0) is None
@@ -365,8 +372,8 @@ def test_changes_of_whole_models_are_bounded_together() -> None:
 def test_the_mass_of_a_class_is_capped_among_those_that_hold_it() -> None:
     p = np.array([[1, 0, 0], [0.5, 0.5, 0], [0.5, 0.5, 0], [0.1, 0.5, 0.4]])
     n, shares = rules_cwfedavg.capped_masses([10**9, 40, 20, 100], p)
-    # Class 0 is held by all: masses 1e9, 20, 10, 10 with median 15. Class 2 is one client's, so nobody can vote.
-    np.testing.assert_allclose(n[:, None] * shares, [[30, 0, 0], [20, 20, 0], [10, 10, 0], [10, 40, 40]])
+    # Class 0 is held by all: masses 1e9, 20, 10, 10 with lower median 10. Class 2 is one client's, so nobody can vote.
+    np.testing.assert_allclose(n[:, None] * shares, [[20, 0, 0], [20, 20, 0], [10, 10, 0], [10, 40, 40]])
     np.testing.assert_allclose(shares.sum(axis=1), 1)
 
 
@@ -427,7 +434,7 @@ def test_lying_statistics_are_capped_left_out_and_scaled(mode: str) -> None:
     found, report = rules_ccvr.screened_statistics(answers)
     assert found[0]["ids"].tolist() == [2] and report["left_out"] == 2 and report["capped"] == 3
     counts[0] = 10**9
-    assert found[0]["count"].tolist() == [int(4 * np.median(counts[:, 2]))]
+    assert found[0]["count"].tolist() == [int(4 * statistics.median_low(counts[:, 2].tolist()))]
     others = [trace(a, mode, 0 if mode == "pooled" else 2) for a in found[1:]]
     mine = trace(found[0], mode, 0)
     assert report["scaled"] == 1 and mine == pytest.approx(4 * statistics.median([*others, 1e9]), rel=0.5)

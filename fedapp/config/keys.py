@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from fedapp import registry, sampling
+from fedapp.core.averages import lower_median
 from fedapp.core.privacy import BOUND, Privacy, noise_for
 from fedapp.data.columns import SHOWN
 from fedapp.errors import BadRequest, counted, suggest
@@ -171,8 +171,7 @@ class RunConfig(BaseModel):
         cap = unless_auto(self.robustness.count_cap, 0.0 if simulation else 10.0)
         # Without a cap nobody is counted: a simulation may have very many clients, and asks in every round.
         known = [n for n in tests if n] if cap else []
-        # The lower median, which one client alone cannot raise, not even one of two.
-        return cap * statistics.median_low(known) if known else math.inf
+        return cap * lower_median(known) if known else math.inf
 
     def numbers(self) -> frozenset[str]:
         """Return the names of all numbers that a client may send, beside the method's own."""

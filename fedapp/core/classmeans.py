@@ -6,13 +6,13 @@ distillation exchanges mean outputs (Jeong et al., 2018).
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedapp.core.averages import lower_median
 from fedapp.core.robust import norms_of
 from fedapp.errors import Impossible
 from fedapp.lazy import Tensor, torch
@@ -101,5 +101,5 @@ def problem_of(values: NDArray[Any] | None, labels: NDArray[Any] | None, width: 
 def shortened(means: Sequence[Array]) -> list[Array]:
     """Return the class means of all clients, (S, d) each; of a client with much longer ones than most, shorter ones."""
     longest = [float(norms_of(m.astype(np.float64)).max(initial=0.0)) for m in means]
-    limit = LONGEST * (1 + statistics.median_low(longest)) if longest else 0.0
+    limit = LONGEST * (1 + lower_median(longest))
     return [m if found <= limit else m * (limit / found) for m, found in zip(means, longest, strict=True)]

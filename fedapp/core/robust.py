@@ -4,7 +4,7 @@ All rules work on updates, reply minus what was sent, as the rows of one matrix 
 which at most f lie:
 
 ===============  ====================================================================================  ==========
-``norm``         ``u_k <- u_k min(1, middle_i ||u_i|| / ||u_k||)``; bounds a lie, does not remove it    K >= 2f + 1
+``norm``         ``u_k <- u_k min(1, median_i ||u_i|| / ||u_k||)``; bounds a lie, does not remove it    K >= 2f + 1
 ``median``       median of each coordinate (Yin et al., ICML 2018)                                      K >= 2f + 1
 ``trimmed``      mean of each coordinate without its f smallest and f largest values (Yin et al.)       K >= 2f + 1
 ``krum``         the update with the least sum of its K - f - 2 smallest squared distances to others    K >= 2f + 3
@@ -14,8 +14,7 @@ which at most f lie:
                  al., 2022)
 ===============  ====================================================================================  ==========
 
-The middle of three values or more is their median. Of two it is the lower one: the median lies between them, so that
-either client could raise it alone.
+Every limit is a multiple of a `lower_median`.
 
 Rules are composed from left to right: ``norm+trimmed`` bounds all updates and trims what is left. `norm` and
 `geomedian` weigh clients by their sample counts. A count is what a client says of itself, so `capped` goes with them.
@@ -35,7 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedapp.core.averages import RunningMean
+from fedapp.core.averages import RunningMean, lower_median
 from fedapp.settings import RobustnessSettings
 
 Array = npt.NDArray[Any]
@@ -63,15 +62,10 @@ FAR = 3.0
 # Counts and single updates ------------------------------------------------------------------------
 
 
-def middle(values: Array | Sequence[float]) -> float:
-    """Return the median of what clients state, or the lower of two: either could raise the median between them."""
-    return float(np.median(values) if len(values) > 2 else min(values, default=0.0))
-
-
 def capped(counts: Array | Sequence[float], factor: float) -> Float64:
-    """Return sample counts (K,), none larger than `factor` times their `middle`; a factor of 0 changes none."""
+    """Return sample counts (K,), none larger than `factor` times their `lower_median`; a factor of 0 changes none."""
     n = np.asarray(counts, dtype=np.float64)
-    return np.minimum(n, factor * middle(n)) if factor and n.size else n
+    return np.minimum(n, factor * lower_median(n)) if factor and n.size else n
 
 
 def believed(totals: Sequence[float], factor: float) -> Float64:
@@ -89,9 +83,9 @@ def norms_of(updates: Float64) -> Float64:
 
 
 def bounded(updates: Float64, limit: float | None = None) -> Float64:
-    """Return updates (K, D), none longer than `limit`: by default the `middle` of their norms."""
+    """Return updates (K, D), none longer than `limit`: by default the `lower_median` of their norms."""
     norms = norms_of(updates)
-    limit = middle(norms) if limit is None else limit
+    limit = lower_median(norms) if limit is None else limit
     return updates * np.minimum(1.0, limit / np.where(norms > 0, norms, 1.0))[:, None]
 
 
@@ -260,7 +254,7 @@ UNGUARDED = RobustnessSettings(robust_f=0, count_cap=0, max_growth=0)
 
 def count_limit(counts: Sequence[float], cap: float) -> int | None:
     """Return the largest sample count that is believed where clients state these; None without a cap."""
-    return max(1, int(cap * middle(counts))) if cap and len(counts) else None
+    return max(1, int(cap * lower_median(counts))) if cap and len(counts) else None
 
 
 def mean_of(previous: Mapping[str, Array], guard: RobustnessSettings) -> RunningMean | RobustMean:
@@ -376,7 +370,7 @@ def screened(rows: Float64, factor: float = FAR) -> npt.NDArray[np.bool_]:
     if len(rows) < FEW:
         return np.ones(len(rows), dtype=np.bool_)
     distances = norms_of(rows - coordinate_median(rows))
-    near: npt.NDArray[np.bool_] = distances <= factor * np.median(distances)
+    near: npt.NDArray[np.bool_] = distances <= factor * lower_median(distances)
     return near
 
 
@@ -393,7 +387,7 @@ def changes_bounded(new: Sequence[Mapping[str, Array]], sent: Sequence[Mapping[s
 
 
 def capped_statistics(answers: Sequence[Mapping[str, Array]], factor: float) -> list[Arrays]:
-    """Return CCVR's statistics of all clients, none of more samples than `factor` times the `middle` of their totals.
+    """Return CCVR's statistics of all clients, none of more samples than `factor` times their `lower_median`.
 
     Counts of a client with more are scaled down, and sums with them; each class keeps one sample. A factor of 0 changes
     none.

@@ -83,7 +83,7 @@ def second_moments(packed: Array, width: int) -> Float64:
 def capped_sums(
     answers: Sequence[Mapping[str, Array]], totals: Sequence[float], factor: float
 ) -> list[dict[str, Array]]:
-    """Return sums over samples of all clients, none of more samples than `factor` times the `middle` of the totals.
+    """Return sums over samples of all clients, none of more samples than `factor` times the `lower_median`.
 
     All sums of a client with more are multiplied by one number, so they are those of fewer samples that are distributed
     as its own. A factor of 0 changes none.
@@ -297,7 +297,7 @@ def capped_losses(losses: Sequence[Float64], factor: float) -> list[Float64]:
 
     With the smallest factor all logits are nearly equal, so that a client's loss says how many rows it has. No loss
     counts for more than that: it is worse than to know nothing. All losses of a client with more rows than `factor`
-    times the `middle` are scaled down by one number.
+    times the `lower_median` are scaled down by one number.
     """
     rows = [float(loss[0]) for loss in losses]
     answers = [{"loss": np.minimum(loss, loss[0])} for loss in losses]

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedapp.core.averages import lower_median
 from fedapp.core.gaussian import ClassMoments
 from fedapp.core.names import under
-from fedapp.core.robust import FAR, FEW, capped, middle, norms_of, screened
+from fedapp.core.robust import FAR, FEW, capped, norms_of, screened
 from fedapp.method import Arrays, Reply, ServerContext, ServerState
 from fedapp.reduce.plain import PlainMoments
 from fedapp.reduce.spec import Audit, Gaussians
@@ -135,7 +136,7 @@ def scale_covariances(found: Sequence[Arrays]) -> int:
                 traces.setdefault(-1 if common else int(arrays["ids"][i]), []).append((k, i, float(trace)))
     scaled = 0
     for of in traces.values():
-        limit = TRACE * middle([trace for _, _, trace in of])
+        limit = TRACE * lower_median([trace for _, _, trace in of])
         for k, i, trace in of:
             if trace <= limit:
                 continue

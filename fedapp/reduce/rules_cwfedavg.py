@@ -70,9 +70,9 @@ def _rows(head: Arrays) -> Float64:
 
 
 def capped_masses(n: Array, p: Array) -> tuple[Float64, Float64]:
-    """Return sample counts (K,) and class shares (K, C) whose products n_k p_kj are at most `MASS` times the `middle`.
+    """Return sample counts (K,) and class shares (K, C) ; n_k p_kj is at most `MASS` times the `lower_median`.
 
-    The middle of a class is over the clients that have a share of it, so a class of one client stays as it is.
+    That of a class is over the clients that have a share of it, so a class of one client stays as it is.
     """
     mass = np.asarray(n, dtype=np.float64)[:, None] * np.asarray(p, dtype=np.float64)
     for column in mass.T:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedapp.core.averages import lower_median
 from fedapp.core.robust import FEW, bounded, norms_of, screened
 from fedapp.reduce.plain import PlainRows
 from fedapp.reduce.spec import ClassRows, Rows
@@ -56,7 +57,7 @@ def screened_lars(lars: Sequence[tuple[Array, Array]]) -> tuple[list[npt.NDArray
     short = [rows.copy() for rows in means]
     for of in places.values():
         rows = np.stack([means[k][i] for k, i in of])
-        rows = bounded(rows, LENGTH * float(np.median(norms_of(rows) if len(of) >= FEW else every)))
+        rows = bounded(rows, LENGTH * lower_median(norms_of(rows) if len(of) >= FEW else every))
         for (k, i), row, near in zip(of, rows, screened(rows)):
             short[k][i], kept[k][i] = row, near
     return kept, short

@@ -28,6 +28,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedapp import process
+from fedapp.core.averages import lower_median
 from fedapp.errors import BadRequest, counted, one_line, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply
 from fedapp.settings import FederationSettings
@@ -242,9 +243,7 @@ class ClientManager:
 
     def partitions(self) -> int:
         """Return into how many parts the data are split for the clients, 0 where each has its own."""
-        stated = sorted(int(f.get("partitions", 0)) for f in self.facts.values())
-        # The lower median: one client alone cannot raise it, not even one of two, so that nobody is waited for in vain.
-        return stated[(len(stated) - 1) // 2] if stated else 0
+        return int(lower_median([int(f.get("partitions", 0)) for f in self.facts.values()]))
 
     def fewest(self) -> int:
         """Return the smallest number of clients that the run goes on with."""
@@ -749,7 +748,7 @@ class ClientManager:
             late = bool(limit) and asked - last > limit  # what has come by now still counts
             missing = [c for batch in waiting.values() for c in batch]
             if took and not unsent and silent.keys() >= set(missing):
-                usual = (float(np.median(took)), *(silent[c] for c in missing))
+                usual = (lower_median(took), *(silent[c] for c in missing))
                 late = late or asked - began > max(LEAST, PATIENCE * max(usual))
             replies = arrived(self.grid, set(waiting), most, coming, late)
             answered = time.monotonic()
@@ -837,10 +836,9 @@ class ClientManager:
         if kind == "evaluate" or (self._method is not None and not self._method.extra_up):
             return 0
         info = self.infos[client]
-        # Where methods ask for representations, those of all clients have one width. One client alone cannot raise the
-        # lower median, not even one of two.
+        # Where methods ask for representations, those of all clients have one width.
         widths = [int(self.facts[c]["width"]) for c in ([client] if self._hosts else self.facts)]
-        classes, width = info.num_classes, sorted(widths)[(len(widths) - 1) // 2]
+        classes, width = info.num_classes, int(lower_median(widths))
         # One matrix per class is the most that any method asks for; a query for features asks for all of them.
         most = EXTRA_BYTES + 4 * classes * width * (width + 1) + 16 * sum(math.prod(s) for s in expected.values())
         return most + (8 * info.num_samples * (width + 1) if kind == "query.features" else 0)
