@@ -30,12 +30,11 @@ from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
 from fedapp.tasks.node import Node
 from fedapp.transport import secure
-from fedapp.transport.client_manager import WITHOUT_DATA
 from fedapp.transport.clipping import clip_update, private_update
 from fedapp.transport.identity import Identity
 from fedapp.transport.packing import pack, unpack
 from fedapp.transport.records import REQUEST, Part, Records, parts, payload_of, reply_records, sealed, together
-from fedapp.transport.request import RoundRequest
+from fedapp.transport.request import WITHOUT_DATA, RoundRequest
 from fedapp.transport.secure import SecureClient
 
 

@@ -65,16 +65,20 @@ from fedapp.results.predict import described, made_with
 from fedapp.results.runs import read_json
 from fedapp.results.statistics import measured as measured_values
 from fedapp.results.statistics import over_clients
+from fedapp.settings import FederationSettings
 from fedapp.tasks import identity as identities
 from fedapp.tasks import scoring
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, roster
-from fedapp.transport.client_manager import ClientManager
+from fedapp.transport.cohort import Cohort
+from fedapp.transport.ledger import StateLedger
+from fedapp.transport.nodes import NodeCohort
 from fedapp.transport.offences import Offences
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.secure import Opened, SecureSums
 from fedapp.transport.traffic import RoundFailed, Spoiled
-from fedapp.transport.virtual import Member
+from fedapp.transport.validation import Validation
+from fedapp.transport.virtual import Member, VirtualCohort
 from strategies.base import Strategy
 
 app = ServerApp()
@@ -237,21 +241,14 @@ class Run(Callbacks):
                 "means may have changed in between (CHANGELOG.md)"
             )
         request = RoundRequest(self.directory.token, state_dir=str(out / "state") if self.simulation else "")
-        read = (lambda: None) if self.simulation else roster.of_this_server
-        self.manager = ClientManager(
-            grid, resolved.federation, request, self.tell, read, max_abs=config.robustness.max_abs,
-            metrics=config.numbers(), scored=bool({"received", "trained"} & set(config.evaluation.measured)),
-            restart=config.storage.lost_state == "restart", queued=self.simulation,
-            poll=(0.01, 0.1) if self.simulation else (0.1, 1.0),
-        )  # fmt: skip
-        if not self.simulation and self.manager.roster is None:
+        self.manager = self._cohort(grid, request, resolved.federation)
+        if isinstance(self.manager, NodeCohort) and self.manager.roster is None:
             self.warnings.append(
                 "there is no roster, so a client id belongs to the first node that is online and claims it: fedapp "
                 "admit writes one, and FEDAPP_ROSTER names it to the SuperLink"
             )
-        self.manager.several = not config.secure.secure_sum  # secrets of the clients stay at their nodes
         self._know(self.extra)
-        self.manager.released = {int(c): int(n) for c, n in self.extra.get("released", {}).items()}
+        self.manager.ledger.released = {int(c): int(n) for c, n in self.extra.get("released", {}).items()}
         self.manager.silent = {k: {int(c): n for c, n in of.items()} for k, of in self.extra.get("silent", {}).items()}
         self.manager.offences = Offences.of(self.extra)
         self.manager.offences.blocked |= {b.client: b for b in self.directory.blocked_before()}
@@ -261,6 +258,23 @@ class Run(Callbacks):
         self.stopped: str | None = None
         self.chosen: int | None = None
         self.global_scores: Scores | None = None
+
+    def _cohort(self, grid: Grid, request: RoundRequest, settings: FederationSettings) -> Cohort:
+        """Return the clients, before any of them is asked."""
+        config = self.config
+        scored = bool({"received", "trained"} & set(config.evaluation.measured))
+        validation = Validation(settings.wire_dtype, config.robustness.max_abs, config.numbers(), scored)
+        ledger = StateLedger(config.storage.lost_state == "restart")
+        if not self.simulation:
+            return NodeCohort(
+                grid, settings, request, self.tell, roster.of_this_server,
+                validation=validation, ledger=ledger, poll=(0.1, 1.0),
+            )  # fmt: skip
+        found = VirtualCohort(
+            grid, settings, request, self.tell, validation=validation, ledger=ledger, poll=(0.01, 0.1)
+        )
+        found.several = not config.secure.secure_sum  # secrets of the clients stay at their nodes
+        return found
 
     # ---- before round 1 ------------------------------------------------------------------------------------------
 
@@ -298,7 +312,7 @@ class Run(Callbacks):
 
     def _know(self, extra: Mapping[str, Any]) -> None:
         """Take the clients' states that a checkpoint knows of as those that they must have."""
-        self.manager.states = _states(extra)
+        self.manager.ledger.states = _states(extra)
 
     def _identity(self, token: str) -> dict[str, str]:
         return {"method": self.config.federation.method, "run": token, "federation": self.config.storage.federation}
@@ -322,9 +336,9 @@ class Run(Callbacks):
         self.tell({"kind": "directory", "out": str(self.out), "run": self.directory.token})
         for text in self.warnings:
             self.tell({"kind": "warning", "text": text})
-        if self.simulation:
-            self.manager.enrol(self._members(), by_size=bool(config.training.lr_schedule_steps))
-        else:
+        if isinstance(self.manager, VirtualCohort):
+            self.manager.enrol(self._members(self.manager), by_size=bool(config.training.lr_schedule_steps))
+        elif isinstance(self.manager, NodeCohort):
             self.manager.gather(config.data.clients)
         self.manager.agree(self.method)
         if not self.simulation:
@@ -415,10 +429,10 @@ class Run(Callbacks):
             ) from e
         return SecureSums(self.manager, config.secure.secure_dropout, config.secure.secure_colluders, opened)
 
-    def _members(self) -> list[Member]:
+    def _members(self, cohort: VirtualCohort) -> list[Member]:
         """Return the clients of a simulation as configuration and partition say."""
         config = self.config
-        data = tasks.federated(config, config.data.clients or self.manager.count())
+        data = tasks.federated(config, config.data.clients or cohort.count())
         kind: type[FedClient] = self.method.client
         return [
             Member(
@@ -642,9 +656,9 @@ class Run(Callbacks):
         for client in (c for c, r in rows.items() if r.get("restarted") == 1):
             text = f"client {client} began anew in round {server_round}, because its stored state was lost"
             self.warn(text)
-        self.extra["states"] = {str(c): list(known) for c, known in sorted(self.manager.states.items())}
+        self.extra["states"] = {str(c): list(known) for c, known in sorted(self.manager.ledger.states.items())}
         self.extra |= self.manager.offences.state()
-        self.extra["released"] = {str(c): n for c, n in sorted(self.manager.released.items())}
+        self.extra["released"] = {str(c): n for c, n in sorted(self.manager.ledger.released.items())}
         self.extra["silent"] = {k: {str(c): n for c, n in of.items()} for k, of in self.manager.silent.items() if of}
         if result.void:
             text = f"round {server_round} is void, the model stays as it was: {result.void}"
@@ -964,7 +978,7 @@ class Run(Callbacks):
 
 
 def _states(extra: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
-    """Return what a checkpoint knows of the clients' states, as `ClientManager.states`."""
+    """Return what a checkpoint knows of the clients' states, as `StateLedger.states`."""
     return {int(c): (str(digest), bool(binds)) for c, (digest, binds) in extra.get("states", {}).items()}
 
 

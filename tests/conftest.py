@@ -21,7 +21,7 @@ from fedapp.method import Reply
 from fedapp.results import report
 from fedapp.results.figures import Gallery, gallery
 from fedapp.tracking import following
-from fedapp.transport.client_manager import ClientManager
+from fedapp.transport.cohort import Cohort
 from tests import recorder
 
 torch.set_num_threads(1)
@@ -151,14 +151,14 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def replies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reply]]:
     """Record every good reply of a run with the kind of message it answers."""
     seen: list[tuple[str, Reply]] = []
-    original = ClientManager.send_and_receive
+    original = Cohort.send_and_receive
 
-    def send_and_receive(self: ClientManager, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+    def send_and_receive(self: Cohort, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
         for reply in original(self, kind, *args, **kwargs):
             seen.append((kind, reply))
             yield reply
 
-    monkeypatch.setattr(ClientManager, "send_and_receive", send_and_receive)
+    monkeypatch.setattr(Cohort, "send_and_receive", send_and_receive)
     return seen
 
 

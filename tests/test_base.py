@@ -16,6 +16,7 @@ from fedapp.core.averages import RunningMean
 from fedapp.federation.loop import Callbacks, RoundLoop
 from fedapp.learning.state import ClientStore, DamagedError
 from fedapp.method import BaseHParams, Payload, Reply
+from fedapp.transport.ledger import StateLedger
 from fedapp.transport.request import RoundRequest
 from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
@@ -216,7 +217,7 @@ def test_evaluations_of_all_clients_are_told_what_they_are_for(
     callbacks = Callbacks()
     monkeypatch.setattr(callbacks, "selected", lambda state, rounds: (state, rounds))
     manager = SimpleNamespace(
-        register=lambda: None, nodes={0: None}, states={}, settings=SimpleNamespace(fraction_train=1.0),
+        register=lambda: None, nodes={0: None}, ledger=StateLedger(), settings=SimpleNamespace(fraction_train=1.0),
         without_silent=lambda server_round, ids: (ids, []), request=RoundRequest("abcd"),
     )  # fmt: skip
     loop.run(manager, context(point(1.0, 2.0)), rounds=2, callbacks=callbacks, evaluate_every=1, select=select, **more)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ from fedapp.results.predict import read_model
 from fedapp.results.runs import read_run
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
-from fedapp.transport.client_manager import ClientManager
+from fedapp.transport.cohort import Cohort
 from reproduction.figures.models import global_model
 from strategies.ccvr import CCVR, retrain
 from tests import handmade
@@ -308,14 +308,14 @@ def test_retraining_against_gradients_written_out(norm: bool) -> None:
 def replies(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Reply]]:
     """Record the replies of a run by the kind of message that they answer."""
     seen: dict[str, list[Reply]] = {}
-    original = ClientManager.send_and_receive
+    original = Cohort.send_and_receive
 
-    def send_and_receive(self: ClientManager, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+    def send_and_receive(self: Cohort, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
         for reply in original(self, kind, *args, **kwargs):
             seen.setdefault(kind, []).append(reply)
             yield reply
 
-    monkeypatch.setattr(ClientManager, "send_and_receive", send_and_receive)
+    monkeypatch.setattr(Cohort, "send_and_receive", send_and_receive)
     return seen
 
 
@@ -349,9 +349,9 @@ def test_statistics_of_a_federation_are_those_of_its_pooled_features(
 @pytest.mark.parametrize("cov", ["full", "sums"])
 def test_answers_are_pooled_one_by_one(cov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of clients, no more than the last two answers are in memory."""
-    original, most = ClientManager.send_and_receive, []
+    original, most = Cohort.send_and_receive, []
 
-    def send_and_receive(self: ClientManager, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+    def send_and_receive(self: Cohort, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
         seen: list[weakref.ref[Reply]] = []
         for reply in original(self, kind, *args, **kwargs):
             seen.append(weakref.ref(reply))
@@ -359,7 +359,7 @@ def test_answers_are_pooled_one_by_one(cov: str, tmp_path: Path, monkeypatch: py
                 most.append(sum(ref() is not None for ref in seen))
             yield reply
 
-    monkeypatch.setattr(ClientManager, "send_and_receive", send_and_receive)
+    monkeypatch.setattr(Cohort, "send_and_receive", send_and_receive)
     args = f"epochs=1 cov={cov}"
     run(method="ccvr", method_args=args, rounds=1, out=tmp_path / "run", **{**SMALL, "clients": 6})
     assert len(most) == (12 if cov == "sums" else 6) and max(most) <= 2

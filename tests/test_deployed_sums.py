@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fedapp.transport.client_manager import WITHOUT_DATA
+from fedapp.transport.request import WITHOUT_DATA
 from tests.deployment import NODES, deployed, until
 
 pytestmark = pytest.mark.slow

@@ -54,8 +54,8 @@ from fedapp.deployment import credentials, database, executor, gate, patience, s
 from fedapp.deployment.layers import UnavailableMiddleware
 from fedapp.errors import BadRequest
 from fedapp.transport import roster
-from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
+from fedapp.transport.nodes import NodeCohort
 from fedapp.transport.records import group_of, most_of
 from fedapp.transport.request import RoundRequest
 from tests.deployment import BIN, ROOT, Deployment, deployed, free_port, until
@@ -907,7 +907,7 @@ def test_a_roster_that_is_gone_admits_nobody(tmp_path: Path, monkeypatch: pytest
         roster.add(path, roster.Admitted(client, FIRST_NODE + client, ""))
     flat = config.from_flat({"method": "local", "clients": 3}).to_flat()
     events: list[dict[str, Any]] = []
-    manager = ClientManager(
+    manager = NodeCohort(
         LocalGrid(client_app, flat, 3), exchange(), RoundRequest(), events.append, roster.of_this_server
     )
     assert [info.client for info in manager.gather(2)] == [0, 1]
@@ -937,7 +937,7 @@ def test_who_is_not_in_the_roster_is_never_asked_and_never_ends_a_run() -> None:
         FIRST_NODE + 2: roster.Admitted(2, FIRST_NODE + 2, "", max_examples=10),
         FIRST_NODE + 3: roster.Admitted(3, FIRST_NODE + 3, "", max_examples=10_000),
     }
-    manager = ClientManager(Watched(client_app, flat, 5), exchange(), RoundRequest(), events.append, lambda: known)
+    manager = NodeCohort(Watched(client_app, flat, 5), exchange(), RoundRequest(), events.append, lambda: known)
     assert [info.client for info in manager.gather(2)] == [0, 3]
     assert manager.register() == []
     assert sorted(asked) == [FIRST_NODE + k for k in range(4)]

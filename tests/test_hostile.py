@@ -39,13 +39,14 @@ from fedapp.errors import BadRequest
 from fedapp.federation import server_model
 from fedapp.learning.state import read_safetensors
 from fedapp.results.runs import RunResult
-from fedapp.transport import boundary, checkpoint, client_manager, packing, records, roster
+from fedapp.transport import boundary, checkpoint, nodes, packing, records, roster, validation
 from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, Refused, Registration
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid, _identify
+from fedapp.transport.nodes import NodeCohort
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_records, sealed
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.traffic import Traffic
-from fedapp.transport.virtual import Member
+from fedapp.transport.virtual import Member, VirtualCohort
 from tests.handmade import exchange
 from tests.liars import Forge, Lie, federate, forged, often
 from tests.test_robust import QUICK
@@ -434,7 +435,7 @@ def test_a_reply_that_is_another_object_or_lacks_a_part_is_no_message() -> None:
     assert got.error.code == boundary.UNREADABLE, "the SuperLink was not told of what it consists of"
     del whole.pieces[record]
     [got] = boundary.arrived(whole, ["asked"], 1 << 20)
-    assert got.error.code in client_manager.GONE and "missing" in got.error.reason
+    assert got.error.code in nodes.GONE and "missing" in got.error.reason
 
 
 def test_a_packed_reply_comes_as_it_was_sent() -> None:
@@ -580,14 +581,14 @@ class Several(HttpGrid):
 
 def asked_of(grid: HttpGrid, limit: float) -> list[tuple[int, Message]]:
     """Ask clients 0 and 1 with a round limit; returns what each answered."""
-    manager = client_manager.ClientManager(grid, exchange(), RoundRequest(), poll=(0.01, 0.1))
+    manager = NodeCohort(grid, exchange(), RoundRequest(), poll=(0.01, 0.1))
     manager.nodes = {0: 1000, 1: 1001}
 
     def question(batch: Any) -> Message:
         _identify(1)
         return Message(RecordDict(), manager.nodes[batch[0]], "train")
 
-    return [(batch[0], reply) for batch, reply in manager._raw([[0], [1]], question, limit, 2, 1 << 20)]
+    return [(batch[0], reply) for batch, reply in manager.exchange.answers([[0], [1]], question, limit, 2, 1 << 20)]
 
 
 def test_a_reply_that_is_not_complete_holds_up_nobody_and_ends_with_the_round() -> None:
@@ -697,7 +698,7 @@ def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.Monkey
     """And one that comes at a registration leaves the node out."""
     flat = from_flat({"method": "lgfedavg", "clients": 4, **{k.replace("_", "-"): v for k, v in QUICK.items()}})
     grid: Any = LocalGrid(app, flat.to_flat(), 4)
-    manager = client_manager.ClientManager(grid, exchange(min_replies=0.5), RoundRequest(), lambda e: None)
+    manager = NodeCohort(grid, exchange(min_replies=0.5), RoundRequest(), lambda e: None)
     manager.gather(4)
     reply = make_message(message(honest()).metadata, error=Error(boundary.UNREADABLE, "its reply is no message"))
     traffic = Traffic()
@@ -711,7 +712,7 @@ def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.Monkey
 def test_no_client_says_how_much_it_may_send(clients: int) -> None:
     flat = from_flat({"method": "fedavg", "clients": clients, **{k.replace("_", "-"): v for k, v in QUICK.items()}})
     grid: Any = LocalGrid(app, flat.to_flat(), clients)
-    manager = client_manager.ClientManager(grid, exchange(), RoundRequest(), lambda e: None)
+    manager = NodeCohort(grid, exchange(), RoundRequest(), lambda e: None)
     manager.gather(clients)
     before = [manager._further(c, "train", {}) for c in range(clients)]
     manager.facts[0]["width"] = 1 << 24
@@ -747,7 +748,11 @@ def stating(**changes: Any) -> Change:
 
 def test_an_honest_registration_passes() -> None:
     got = boundary.read_registration(message(registration()))
-    assert isinstance(got, Registration) and got.shapes == SHAPES and (got.client, got.count, got.classes) == (1, 7, 10)
+    assert (
+        isinstance(got, Registration)
+        and got.shapes == SHAPES
+        and (got.client, got.num_samples, got.num_classes) == (1, 7, 10)
+    )
 
 
 def test_long_series_and_wide_networks_may_register() -> None:
@@ -911,7 +916,7 @@ def test_a_message_to_a_node_says_how_much_its_reply_can_have(tmp_path: Path) ->
     assert all(facts <= records.most_of(group) <= facts + 4 * 650 for of in seen.values() for group in of)
     seen.clear()
     federate(tmp_path / "gh", [0], note, 2, nodes=True, method="fedgh", **QUICK)
-    assert records.most_of(*seen["train"]) > client_manager.EXTRA_BYTES, "of which the server knows less"
+    assert records.most_of(*seen["train"]) > validation.EXTRA_BYTES, "of which the server knows less"
     seen.clear()
     federate(tmp_path / "simulation", [0], note, 2, method="lgfedavg", **QUICK)
     assert seen["train"] == {"1"}
@@ -955,7 +960,7 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_hostile_node_is_left_out_as_if_it_had_never_registered(
     what: str, unregistered: Bits, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(client_manager, "LATECOMERS", 0.1)
+    monkeypatch.setattr(nodes, "LATECOMERS", 0.1)
     changes, reason = LEFT_OUT[what]
     run, warned = registered(tmp_path / "run", stating(**changes))
     assert run.summary["ok"] and run.summary["clients"] == 3 and run.summary["dropped"] == 0
@@ -1067,7 +1072,7 @@ def test_with_a_roster_nobody_takes_the_id_of_a_client_that_comes_later(
     unregistered: Bits, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Without one it would, and that client would be left out in its place."""
-    monkeypatch.setattr(client_manager, "LATECOMERS", 0.1)
+    monkeypatch.setattr(nodes, "LATECOMERS", 0.1)
     monkeypatch.setenv(roster.ROSTER, str(tmp_path / "roster.toml"))
     for client in range(4):
         roster.add(tmp_path / "roster.toml", roster.Admitted(client, FIRST_NODE + client, ""))
@@ -1080,7 +1085,7 @@ def test_with_a_roster_nobody_takes_the_id_of_a_client_that_comes_later(
 
 def test_a_hostile_registration_is_left_out_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """On real nodes; in a simulation, where one client is asked in the place of many, it ends the run."""
-    monkeypatch.setattr(client_manager, "LATECOMERS", 0.2)
+    monkeypatch.setattr(nodes, "LATECOMERS", 0.2)
 
     def lying(message: Message, context: Context) -> Message:
         reply = app(message, context)
@@ -1091,12 +1096,12 @@ def test_a_hostile_registration_is_left_out_and_the_run_goes_on(monkeypatch: pyt
     flat = from_flat({"method": "lgfedavg", "clients": 4, **{k.replace("_", "-"): v for k, v in QUICK.items()}})
     events: list[dict[str, Any]] = []
     grid: Any = LocalGrid(lying, flat.to_flat(), 4)  # type: ignore[arg-type]
-    manager = client_manager.ClientManager(grid, exchange(min_replies=0.5), RoundRequest(), events.append)
+    manager = NodeCohort(grid, exchange(min_replies=0.5), RoundRequest(), events.append)
     assert [i.client for i in manager.gather(4)] == [0, 2, 3]
     assert any("left out" in e.get("text", "") for e in events)
-    strict = client_manager.ClientManager(grid, exchange(wait_timeout=0.5), RoundRequest(), events.append)
+    strict = NodeCohort(grid, exchange(wait_timeout=0.5), RoundRequest(), events.append)
     with pytest.raises(BadRequest, match="cannot take part"):
         strict.gather(4)
-    queued = client_manager.ClientManager(grid, exchange(), RoundRequest(), events.append, queued=True)
+    queued = VirtualCohort(grid, exchange(), RoundRequest(), events.append)
     with pytest.raises(BadRequest, match=r"node 1001 cannot take part: .* be read"):
         queued.enrol([Member(1, 9, 3, "digits-a")])

@@ -17,7 +17,7 @@ from fedapp.config import from_flat
 from fedapp.errors import BadRequest
 from fedapp.method import Payload
 from fedapp.tasks import simulated
-from fedapp.transport import client_manager, virtual
+from fedapp.transport import virtual
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.records import (
     ARRAYS,
@@ -70,7 +70,7 @@ def test_numbers_do_not_depend_on_nodes_or_on_who_shares_a_message(
 ) -> None:
     """One node and one message for each client, or two nodes and messages for several: the same bits."""
     served(tmp_path / "plain", 9, method=method)
-    monkeypatch.setattr(client_manager, "MANY", 2)
+    monkeypatch.setattr(virtual, "MANY", 2)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     grid = served(tmp_path / "shared", 2, method=method)
     assert {node for _, node, _ in grid.pushed} == {1000, 1001}
@@ -83,7 +83,7 @@ def test_numbers_do_not_depend_on_nodes_or_on_who_shares_a_message(
 
 
 def test_a_client_that_fails_takes_nobody_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_manager, "MANY", 2)
+    monkeypatch.setattr(virtual, "MANY", 2)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     inside = simulated.simulated_task
 
@@ -116,7 +116,7 @@ def test_in_one_process_scores_share_a_message_and_nothing_else_does(
 
     plain, sent = result("plain")
     assert {several for _, several in sent} == {0}
-    monkeypatch.setattr(client_manager, "MANY", 2)
+    monkeypatch.setattr(virtual, "MANY", 2)
     monkeypatch.setattr(virtual, "MOST", 4)
     shared, sent = result("shared")
     assert [several for kind, several in sent if kind == "evaluate"] == [4, 4, 0], "nine clients, the last one alone"
@@ -128,7 +128,7 @@ def test_in_one_process_scores_share_a_message_and_nothing_else_does(
 def test_a_worker_that_is_killed_is_named_for_each_client_of_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_manager, "MANY", 2)
+    monkeypatch.setattr(virtual, "MANY", 2)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     app, found = client_app, []
 

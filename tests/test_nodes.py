@@ -39,10 +39,10 @@ from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node
-from fedapp.transport import checkpoint, client_manager
-from fedapp.transport.client_manager import ClientManager, Encoder
+from fedapp.transport import checkpoint
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
-from fedapp.transport.records import INFO
+from fedapp.transport.nodes import NodeCohort
+from fedapp.transport.records import INFO, Encoder
 from fedapp.transport.request import RoundRequest
 from tests.handmade import exchange
 from tests.matrix import methods
@@ -298,15 +298,14 @@ def test_a_method_that_does_not_exist_is_a_typing_error(tmp_path: Path) -> None:
 
 def test_a_server_that_says_it_is_a_simulation_gets_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The messages of a simulation: a state folder of the server's choice, and no word of a deployment."""
-    from fedapp.transport.client_manager import ClientManager
 
-    class Hostile(ClientManager):
+    class Hostile(NodeCohort):
         def __init__(self, grid: Any, settings: Any, request: RoundRequest, *args: Any, **more: Any) -> None:
             theirs = replace(request, state_dir=str(tmp_path / "theirs"), models_dir="x")
             super().__init__(grid, settings, theirs, *args, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_app, "ClientManager", Hostile)
+        patch.setattr(server_app, "NodeCohort", Hostile)
         start(tmp_path, THREE, **{"num-server-rounds": 1, "state-dir": str(tmp_path / "config")})
         assert not (tmp_path / "theirs").exists() and not (tmp_path / "config").exists()
         assert (tmp_path / "state" / "run" / "1" / "personal.safetensors").is_file()
@@ -417,7 +416,7 @@ def test_the_claim_of_a_stopped_run_is_released(tmp_path: Path, monkeypatch: pyt
 
 def test_a_node_that_could_not_take_part_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one whose folder a stopped run still claims; what it says is shown once, though it counts seconds."""
-    monkeypatch.setattr(client_manager, "FAILED_AGAIN", 0.3)
+    monkeypatch.setattr("fedapp.transport.nodes.FAILED_AGAIN", 0.3)
     note = other_run(tmp_path, 1, seen=118.5)
     summary, grid, events = start(tmp_path, THREE, **{"wait-timeout": 60.0, "min-clients": 3, "num-server-rounds": 1})
     assert summary["ok"] and summary["clients"] == 3 and not note.exists()
@@ -525,8 +524,10 @@ def test_a_run_that_goes_on_after_its_end_has_not_ended(tmp_path: Path) -> None:
 class Clock:
     """Time that passes only while somebody sleeps."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
+        for name in ("cohort", "exchange", "nodes"):
+            monkeypatch.setattr(f"fedapp.transport.{name}.time", self)
 
     def monotonic(self) -> float:
         return self.now
@@ -539,7 +540,7 @@ class Clock:
 
 def test_a_silent_node_does_not_hold_up_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is waited for once, then for a minute, and gets every second message; a resumed run goes on so."""
-    monkeypatch.setattr(client_manager, "time", Clock())
+    Clock(monkeypatch)
     drawn: list[int] = []
 
     def script(grid: Nodes, server_round: int) -> None:
@@ -562,7 +563,7 @@ def test_a_silent_node_does_not_hold_up_every_round(tmp_path: Path, monkeypatch:
 
 
 def test_a_node_that_answers_again_gets_all_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_manager, "time", Clock())
+    Clock(monkeypatch)
 
     def script(grid: Nodes, server_round: int) -> None:
         grid.mute = {12} if server_round < 3 else set()
@@ -769,7 +770,7 @@ def test_a_node_that_changes_its_client_id_leaves_nothing_behind() -> None:
     grid = Nodes(
         from_flat({"method": "fedavg", "clients": 3}).to_flat(), {71: share(0), 13: share(2)}, lambda g, r: None
     )
-    manager = ClientManager(grid, exchange(), RoundRequest())
+    manager = NodeCohort(grid, exchange(), RoundRequest())
     assert manager.register(strict=True) == [0, 2]
     grid.offline = {13}
     assert manager.register(strict=True) == []

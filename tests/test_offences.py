@@ -23,7 +23,7 @@ from fedapp.federation.loop import RoundLoop
 from fedapp.learning.state import ClientStore, read_safetensors
 from fedapp.method import Reply, ServerContext
 from fedapp.transport import checkpoint
-from fedapp.transport.offences import STRIKES, Blocked, Offence, Offences
+from fedapp.transport.offences import STRIKES, Blocked, Dropped, Offences
 from fedapp.transport.records import ARRAYS, INFO, METRICS
 from fedapp.transport.traffic import RoundFailed
 from strategies.base import Strategy
@@ -36,8 +36,8 @@ FEW: dict[str, Any] = {"method": "lgfedavg", "min_replies": 0.5, **QUICK}
 ALIKE = dict.fromkeys(range(4), "the same")
 
 
-def bad(*clients: int) -> list[Offence]:
-    return [Offence(1, c, "train", "3e38") for c in clients]
+def bad(*clients: int) -> list[Dropped]:
+    return [Dropped(1, c, "train", "3e38") for c in clients]
 
 
 def test_the_third_time_and_never_where_most_are_bad() -> None:

@@ -146,7 +146,7 @@ def test_a_table_that_a_kill_cut_off_does_not_stop_a_resume(damage: str, tmp_pat
 
 def test_a_later_fault_of_the_server_is_not_blamed_on_an_earlier_client(tmp_path: Path) -> None:
     from fedapp.transport.traffic import RoundFailed
-    from tests.test_client_manager import FAULTS, Faulty
+    from tests.test_cohorts import FAULTS, Faulty
 
     values = {
         "method": "lgfedavg", "clients": 3, "num-server-rounds": 3, "local-epochs": 1, "batch-size": 64,

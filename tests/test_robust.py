@@ -19,13 +19,13 @@ from fedapp.config import from_flat
 from fedapp.core.gaussian import MomentsPool
 from fedapp.engines.local import prepare
 from fedapp.errors import BadRequest
+from fedapp.method import ClientInfo
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
 from fedapp.transport import checkpoint
-from fedapp.transport.client_manager import ClientInfo, ClientManager
 from fedapp.transport.records import INFO, METRICS
 from fedapp.transport.traffic import RoundFailed
-from fedapp.transport.virtual import Member
+from fedapp.transport.virtual import Member, VirtualCohort
 from tests.handmade import guard
 from tests.liars import change_arrays, federate
 from tests.matrix import methods
@@ -108,18 +108,18 @@ def test_a_count_that_is_made_up_weighs_no_more_than_the_cap(
 ) -> None:
     """A client of a billion images is the same as one of exactly the cap, bit for bit."""
     # In a simulation the server knows the counts, so it has to believe this one here as it would a node's.
-    monkeypatch.setattr(ClientManager, "_check_member", lambda *_: None)
-    enrol = ClientManager.enrol
+    monkeypatch.setattr(VirtualCohort, "_check_member", lambda *_: None)
+    enrol = VirtualCohort.enrol
 
     def claims(count: int) -> Callable[[str, Message], Message]:
         def lie(kind: str, reply: Message) -> Message:
             reply.content[METRICS]["num-examples"] = count
             return reply
 
-        def believe(self: ClientManager, members: Sequence[Member], by_size: bool = False) -> list[ClientInfo]:
+        def believe(self: VirtualCohort, members: Sequence[Member], by_size: bool = False) -> list[ClientInfo]:
             return enrol(self, [replace(m, examples=count) if m.client == 0 else m for m in members], by_size)
 
-        monkeypatch.setattr(ClientManager, "enrol", believe)
+        monkeypatch.setattr(VirtualCohort, "enrol", believe)
         return lie
 
     runs = [federate(tmp_path / str(n), [0], claims(n), method=method, count_cap=2.0, **QUICK) for n in (10**9, 10**6)]

@@ -24,9 +24,9 @@ from fedapp.results.loading import load
 from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated
 from fedapp.tasks.node import Node
-from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.request import RoundRequest
+from fedapp.transport.virtual import VirtualCohort
 from tests.handmade import exchange
 from tests.own_nets import Net
 
@@ -232,10 +232,11 @@ def test_stored_weights_are_compared_among_the_clients_of_one_model() -> None:
 
     def clash(*clients: tuple[str, str]) -> str:
         grid = LocalGrid(client_app, from_flat({"method": "local"}).to_flat(), len(clients))
-        manager = ClientManager(grid, exchange(), RoundRequest(), lambda event: None, queued=True)
+        manager = VirtualCohort(grid, exchange(), RoundRequest())
         for number, (model, stored) in enumerate(clients):
             manager.infos[number] = ClientInfo(number, 9, model, 4, {}, {"weights": stored} if stored else {})
             manager.facts[number] = {"shape": "[1, 8, 8]", "width": 5}
+            manager._asked.append(number)
         try:
             manager.agree(method)
         except BadRequest as e:

@@ -50,7 +50,7 @@ NAMED = {
     "strategies/_maths.py": ["tests/test_base.py", "tests/test_flower_loop.py", "tests/test_reduce.py"],
     "strategies/base.py": [
         "tests/test_engine.py",
-        "tests/test_client_manager.py",
+        "tests/test_cohorts.py",
         "tests/test_flower_loop.py",
         "tests/test_robust.py",
     ],

@@ -16,10 +16,11 @@ from fedapp.federation.rollback import Earlier, WayBack, reset
 from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.reader import Check
 from fedapp.reduce.spec import Query
-from fedapp.transport.client_manager import ClientManager
+from fedapp.transport.cohort import Cohort
+from fedapp.transport.offences import Dropped
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.secure import SecureSums
-from fedapp.transport.traffic import Dropped, RoundFailed, Spoiled, Traffic
+from fedapp.transport.traffic import RoundFailed, Spoiled, Traffic
 from strategies.base import Strategy
 
 Each: TypeAlias = Callable[[int, RoundRequest], RoundRequest | None]
@@ -89,7 +90,7 @@ class RoundLoop(WayBack):
 
     def run(
         self,
-        manager: ClientManager,
+        manager: Cohort,
         context: ServerContext,
         *,
         rounds: int,
@@ -150,7 +151,7 @@ class RoundLoop(WayBack):
             there, share = self._taking_part(manager), manager.settings.fraction_train
             drawn = sampling.sample_clients(context.seed, server_round, there, share)
             ids, dropped = manager.without_silent(server_round, drawn)
-            now = Earlier(server_round - 1, state, dict(manager.states))
+            now = Earlier(server_round - 1, state, dict(manager.ledger.states))
             asked = ask(server_round)
             while True:
                 try:
@@ -159,15 +160,15 @@ class RoundLoop(WayBack):
                 except Spoiled as e:
                     if previous is None or not self.goes_back(manager):
                         raise
-                    manager.states = dict(now.states)
+                    manager.ledger.states = dict(now.states)
                     now, how = self.way_back(previous)
                     asked = replace(asked, back=reset(manager, now, server_round) or asked.back)
-                    now = replace(now, states=dict(manager.states))
+                    now = replace(now, states=dict(manager.ledger.states))
                     callbacks.went_back(e, now, how)
                     dropped += e.dropped
             result.traffic.dropped[:0] = dropped
             if result.void:
-                manager.states = dict(now.states)  # nothing of what the clients said in this round counts
+                manager.ledger.states = dict(now.states)  # nothing of what the clients said in this round counts
                 state = {**now.state, **{name: new[name] for name in self.strategy.records if name in new}}
             else:
                 previous, state = now, new
@@ -198,7 +199,7 @@ class RoundLoop(WayBack):
 
     def _end(
         self,
-        manager: ClientManager,
+        manager: Cohort,
         state: ServerState,
         rounds: int,
         request: RoundRequest,
@@ -215,7 +216,7 @@ class RoundLoop(WayBack):
 
     def _between(
         self,
-        manager: ClientManager,
+        manager: Cohort,
         state: ServerState,
         server_round: int,
         request: RoundRequest,
@@ -229,11 +230,11 @@ class RoundLoop(WayBack):
                 raise
             callbacks.without_evaluation(e)
 
-    def _taking_part(self, manager: ClientManager) -> list[int]:
+    def _taking_part(self, manager: Cohort) -> list[int]:
         return sorted(manager.nodes.keys() - self.unseen)
 
     def _train(
-        self, manager: ClientManager, state: ServerState, server_round: int, ids: list[int], request: RoundRequest
+        self, manager: Cohort, state: ServerState, server_round: int, ids: list[int], request: RoundRequest
     ) -> tuple[ServerState, RoundResult]:
         strategy, robust = self.strategy, self.strategy.policy.robust
         result = RoundResult("train", server_round)
@@ -272,7 +273,7 @@ class RoundLoop(WayBack):
 
     def _asked(
         self,
-        manager: ClientManager,
+        manager: Cohort,
         kind: str,
         server_round: int,
         payloads: Iterable[tuple[int, Payload]],
@@ -295,7 +296,7 @@ class RoundLoop(WayBack):
 
     def _evaluate(
         self,
-        manager: ClientManager,
+        manager: Cohort,
         state: ServerState,
         server_round: int,
         kind: str,
@@ -313,9 +314,8 @@ class RoundLoop(WayBack):
         for start in range(0, len(ids), EVALUATED):
             payloads = self.strategy.send_each(state, server_round + 1, ids[start : start + EVALUATED])
             replies = manager.send_and_receive(
-                "evaluate", server_round, payloads, {}, _no_arrays, result.traffic, request,
-                each=lambda client, request: given[client],
-            )  # fmt: skip
+                "evaluate", server_round, payloads, {}, _no_arrays, result.traffic, given
+            )
             for _ in _recorded(replies, result):
                 pass
         result.seconds = result.traffic.seconds
@@ -324,7 +324,7 @@ class RoundLoop(WayBack):
 
     def _queries(
         self,
-        manager: ClientManager,
+        manager: Cohort,
         state: ServerState,
         server_round: int,
         callbacks: Callbacks,

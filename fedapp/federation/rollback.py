@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fedapp.core.robust import changes_bounded
 from fedapp.learning.state import KEPT
 from fedapp.method import Reply, ServerState
-from fedapp.transport.client_manager import ClientManager
+from fedapp.transport.cohort import Cohort
 from strategies.base import Strategy
 
 TIMES = 2
@@ -29,7 +29,7 @@ class Earlier:
     Attributes
     ----------
     round : the last one that counts there; 0 = none.
-    state : the server's, after it.   states : what the server knew of the clients' own (`ClientManager.states`).
+    state : the server's, after it.   states : what the server knew of the clients' own (`StateLedger.states`).
     """
 
     round: int
@@ -44,7 +44,7 @@ class WayBack:
         self.strategy = strategy
         self.gone_back = 0
 
-    def goes_back(self, manager: ClientManager) -> bool:
+    def goes_back(self, manager: Cohort) -> bool:
         """Whether the run goes back if too few clients can do anything with what they were sent.
 
         Where every reply is needed (`min-replies = 1`) a model that diverged is a mistake in the settings. It also is
@@ -92,7 +92,7 @@ class WayBack:
         return [dataclasses.replace(r, arrays={**r.arrays, **new}) for r, new in zip(replies, found, strict=True)]
 
 
-def reset(manager: ClientManager, to: Earlier, server_round: int) -> int:
+def reset(manager: Cohort, to: Earlier, server_round: int) -> int:
     """Let the clients go back too, and return the `RoundRequest.back` of messages of `server_round`.
 
     What a client made of a spoiled model is spoiled. It keeps few of its states, though; where it has none so old any
@@ -100,5 +100,5 @@ def reset(manager: ClientManager, to: Earlier, server_round: int) -> int:
     """
     if to.round and server_round - to.round >= KEPT:
         return 0
-    manager.states = dict(to.states)
+    manager.ledger.states = dict(to.states)
     return to.round + 1

@@ -14,7 +14,7 @@ from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, ClientInfo
 from fedapp.models import MODEL_NAMES, check_model, weights
 from fedapp.models.bounded import Bounded
-from fedapp.transport.client_manager import ClientManager
+from fedapp.transport.cohort import Cohort
 
 MOST_NUMBERS = 1 << 28
 """Largest model, in numbers, that the server builds because a real node names it: 1 GiB in float32."""
@@ -49,7 +49,7 @@ def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> list[ClientInfo
     return found
 
 
-def impossible(manager: ClientManager) -> dict[int, str]:
+def impossible(manager: Cohort) -> dict[int, str]:
     """Return why clients cannot have the model that they name, by client: it does not take their samples."""
     found = {}
     for i in manager.infos.values():
@@ -62,7 +62,7 @@ def impossible(manager: ClientManager) -> dict[int, str]:
 
 
 def choose(
-    manager: ClientManager, infos: Sequence[ClientInfo], config: RunConfig, initial: Callable[[ModelSpec], Arrays]
+    manager: Cohort, infos: Sequence[ClientInfo], config: RunConfig, initial: Callable[[ModelSpec], Arrays]
 ) -> ModelSpec:
     """Choose the model of which the server has initial values, and leave out the clients that do not fit it.
 
@@ -84,7 +84,7 @@ def choose(
         shape = _shape(manager, built)  # a method for several architectures may have inputs of several shapes
         spec = ModelSpec(built.model, built.num_classes, shape, 0, config.model, config.privacy.unit_features)
         # The size of a model of the zoo follows from the shape that a client states.
-        bounded = built.model in MODEL_NAMES and not manager.queued
+        bounded = built.model in MODEL_NAMES and not manager.in_turn
         limit = Bounded(MOST_NUMBERS, f"a model for samples of the shape {shape} is too large")
         try:
             with limit if bounded else contextlib.nullcontext():
@@ -105,17 +105,17 @@ def choose(
     return spec
 
 
-def _shape(manager: ClientManager, client: ClientInfo) -> tuple[int, ...]:
+def _shape(manager: Cohort, client: ClientInfo) -> tuple[int, ...]:
     return tuple(json.loads(str(manager.facts[client.client]["shape"])))
 
 
-def _candidates(manager: ClientManager, infos: Sequence[ClientInfo], config: RunConfig) -> list[ClientInfo]:
+def _candidates(manager: Cohort, infos: Sequence[ClientInfo], config: RunConfig) -> list[ClientInfo]:
     """Return the first client of each model that the server may build, the most common models first.
 
     One client alone must not choose the model: neither by its name nor by the shape of its inputs.
     """
     able = buildable(infos, config)
-    if manager.queued:
+    if manager.in_turn:
         return able[:1]
     shape = {i.client: _shape(manager, i) for i in infos}
     shapes, models = Counter(shape.values()), Counter(i.model for i in infos)

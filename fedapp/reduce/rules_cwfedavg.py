@@ -70,7 +70,7 @@ def _rows(head: Arrays) -> Float64:
 
 
 def capped_masses(n: Array, p: Array) -> tuple[Float64, Float64]:
-    """Return sample counts (K,) and class shares (K, C) ; n_k p_kj is at most `MASS` times the `lower_median`.
+    """Return sample counts (K,) and class shares (K, C); n_k p_kj is at most `MASS` times the `lower_median`.
 
     That of a class is over the clients that have a share of it, so a class of one client stays as it is.
     """

@@ -50,8 +50,7 @@ from fedapp.process import processor
 from fedapp.results.cells import cell, uncelled
 from fedapp.results.statistics import Floats, measured
 from fedapp.settings.evaluation import CONFUSION
-from fedapp.transport.offences import Blocked
-from fedapp.transport.traffic import Dropped
+from fedapp.transport.offences import Blocked, Dropped
 
 Columns: TypeAlias = Mapping[str, Floats]
 """A table of numbers by column, NaN for empty cells."""

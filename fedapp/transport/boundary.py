@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord, Error, Message, Metadata
 from flwr.serverapp import Grid
 
 from fedapp.errors import Impossible
-from fedapp.method import LARGEST, Arrays
+from fedapp.method import LARGEST, Arrays, ClientInfo
 from fedapp.transport.packing import pack, unpack
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, Part, reply_of
 
@@ -115,17 +115,16 @@ class Contract:
 
 
 @dataclass(frozen=True)
-class Registration:
-    """What a client states about itself when it registers; `info` is the rest of it."""
+class Registration(ClientInfo):
+    """Statements of a client about itself when it registers.
 
-    client: int
-    count: int
-    tests: int
-    model: str
-    classes: int
-    shapes: dict[str, tuple[int, ...]]
-    common: dict[str, Any]
-    info: dict[str, Any]
+    Attributes
+    ----------
+    tests : number of test samples.   facts : all else.
+    """
+
+    tests: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -400,8 +399,8 @@ def _read_registration(message: Message) -> Registration | Refused:
         return Refused("its common facts are not plain values")
     sized = {name: tuple(sides) for name, sides in shapes.items()}
     return Registration(
-        int(info["client"]), int(metrics["num-examples"]), int(metrics["test-examples"]), str(info["model"]),
-        int(info["num-classes"]), sized, common, info,
+        int(info["client"]), int(metrics["num-examples"]), str(info["model"]), int(info["num-classes"]), sized, common,
+        int(metrics["test-examples"]), info,
     )  # fmt: skip
 
 

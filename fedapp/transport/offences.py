@@ -23,13 +23,17 @@ PARDON = 0.25
 
 
 @dataclass(frozen=True)
-class Offence:
-    """One reply that did not count, in the words of `dropped.csv`."""
+class Dropped:
+    """A reply that was not used: a row of `dropped.csv`."""
 
     round: int
     client: int
     stage: str
     reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a plain dict."""
+        return vars(self).copy()
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Offences:
         """Flower's ids of the nodes that were blocked."""
         return {b.node for b in self.blocked.values()}
 
-    def judge(self, bad: list[Offence], sent: Mapping[int, Hashable], good: Collection[int] = ()) -> list[Offence]:
+    def judge(self, bad: list[Dropped], sent: Mapping[int, Hashable], good: Collection[int] = ()) -> list[Dropped]:
         """Count the bad values of one exchange; return those that block their clients.
 
         Parameters

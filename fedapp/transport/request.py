@@ -9,6 +9,9 @@ from typing import Any
 from fedapp.errors import BadRequest
 from fedapp.method import Scalar
 
+WITHOUT_DATA = ("query.keys", "query.shares", "query.agree", "query.unmask")
+"""Messages of secure sums that a client answers without its data; it states no samples."""
+
 
 @dataclass(frozen=True)
 class RoundRequest:

@@ -49,7 +49,7 @@ from fedapp.core.secure_sum import (
     usable,
 )
 from fedapp.method import Array, Arrays, Payload, Reply, Scalar, Sums
-from fedapp.transport.client_manager import WITHOUT_DATA, ClientManager
+from fedapp.transport.cohort import Cohort
 from fedapp.transport.identity import PROOF, Identity, unproved
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.traffic import RoundFailed, Traffic
@@ -63,8 +63,6 @@ EXCHANGE = "secure-exchange"
 NOISED = "noised"
 """Name of the one vector that takes the place of all arrays where the sum has noise."""
 LABELS, COUNTS = "labels", "counts"
-PATIENCE = 120.0
-"""Seconds that real nodes have for a message without training: they answer at once, or are gone."""
 QUESTIONS = "query"
 """Name of all questions of a run among the sums that were opened: they are about the same data."""
 Raw = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -277,13 +275,13 @@ class SecureSums:
 
     Parameters
     ----------
-    manager : the clients.
+    cohort : the clients.
     dropout : share of the clients of an exchange that may drop out.   colluders : clients that may help the server.
     opened : sums of this run that were opened before.
     """
 
-    def __init__(self, manager: ClientManager, dropout: float, colluders: int, opened: Opened | None = None) -> None:
-        self.manager, self.dropout, self.colluders = manager, dropout, colluders
+    def __init__(self, cohort: Cohort, dropout: float, colluders: int, opened: Opened | None = None) -> None:
+        self.cohort, self.dropout, self.colluders = cohort, dropout, colluders
         self.share = 1.0  # of the sum's noise, that each client added in the last exchange
         self.opened = opened or Opened()
         self.keys: dict[int, tuple[bytes, bytes]] = {}  # with its proof, which only clients can judge
@@ -323,12 +321,9 @@ class SecureSums:
         traffic.messaged.extend(sorted(given))
 
         def ask(stage: str, messages: Mapping[int, Payload], raw: Raw) -> Iterator[Reply]:
-            limit = self.manager.settings.round_timeout
-            if stage in WITHOUT_DATA and not self.manager.queued:
-                limit = min(limit or PATIENCE, PATIENCE)
             part = Traffic()
-            yield from self.manager.send_and_receive(
-                stage, server_round, messages.items(), {}, lambda reply: None, part, request, limit, raw
+            yield from self.cohort.send_and_receive(
+                stage, server_round, messages.items(), {}, lambda reply: None, part, request, raw
             )
             traffic.down, traffic.up = traffic.down + part.down, traffic.up + part.up
             traffic.dropped += part.dropped
@@ -342,15 +337,15 @@ class SecureSums:
         for reply in ask("query.keys", new, wanted) if new else ():
             key = reply.arrays[KEYS].tobytes()
             if not usable(key):
-                self.manager.refuse(traffic, server_round, reply.client, "query.keys", "its public key is none")
+                self.cohort.refuse(traffic, server_round, reply.client, "query.keys", "its public key is none")
             elif self._owners.setdefault(key, reply.client) != reply.client:
                 text = f"its public key is client {self._owners[key]}'s"
-                self.manager.refuse(traffic, server_round, reply.client, "query.keys", text)
+                self.cohort.refuse(traffic, server_round, reply.client, "query.keys", text)
             else:
                 self.keys[reply.client] = key, reply.arrays[PROOFS].tobytes()
         ids = sorted(c for c in given if c in self.keys)
         least = self._enough(server_round, len(ids), len(ids), traffic)
-        collector = Collector(f"{self.manager.request.run}/{kind}/{os.urandom(16).hex()}", ids, least)
+        collector = Collector(f"{self.cohort.request.run}/{kind}/{os.urandom(16).hex()}", ids, least)
         named: dict[str, Scalar] = {EXCHANGE: collector.tag}
         everybody = {IDS: _numbers(ids)} | {
             name: np.stack([_bytes(self.keys[c][i]) for c in ids]) for i, name in enumerate((KEYS, PROOFS))
@@ -363,7 +358,7 @@ class SecureSums:
             if usable(key):
                 collector.offers[reply.client] = Offer(key, digest, reply.arrays[SHARES])
             else:
-                self.manager.refuse(traffic, server_round, reply.client, "query.shares", "its public key is none")
+                self.cohort.refuse(traffic, server_round, reply.client, "query.shares", "its public key is none")
         self._blame(ids, len(ids) - least, server_round, traffic)
         for client in set(ids) - set(collector.offers):
             self.keys.pop(client)  # a node that was restarted has another key
@@ -380,7 +375,7 @@ class SecureSums:
         self._blame(collector.offers, len(ids) - least, server_round, traffic)
         self._enough(server_round, len(members), len(ids), traffic)
         # All that could end the round is asked before the sum is opened: a round that is repeated has another one.
-        self.manager.require(traffic, server_round)
+        self.cohort.require(traffic, server_round)
         if before is not None:
             self._all_of(before, collector.summed, server_round, traffic)
         self.opened.add(name, collector.summed)
@@ -399,7 +394,7 @@ class SecureSums:
             # One false holder can do this where the shares of two more than t are not there: then nobody is blocked.
             for client in e.clients if len(shares) >= least + 2 else ():
                 text = "the others' shares do not give the secret that it said they were of"
-                self.manager.refuse(traffic, server_round, client, "query.unmask", text)
+                self.cohort.refuse(traffic, server_round, client, "query.unmask", text)
             raise RoundFailed(f"round {server_round}: the sum cannot be opened: {e}", server_round) from e
         self._judge(collector, server_round, traffic)
         count = sum(m.num_samples for m in members)
@@ -422,11 +417,11 @@ class SecureSums:
         """
         told: Counter[int] = Counter()
         for text in {d.client: d.reason for d in traffic.dropped if d.client in asked}.values():
-            told.update((blamed(text) | unproved(text)) & set(asked) - self.manager.offences.blocked.keys())
+            told.update((blamed(text) | unproved(text)) & set(asked) - self.cohort.offences.blocked.keys())
         for client, times in sorted(told.items()):
             if times > max(1, spare):
                 text = f"{times} clients could not open the shares that it sent them, or check its key"
-                self.manager.refuse(traffic, server_round, client, "query.shares", text)
+                self.cohort.refuse(traffic, server_round, client, "query.shares", text)
 
     def _judge(self, collector: Collector, server_round: int, traffic: Traffic) -> None:
         """Warn of shares that do not fit, naming both sides; block a holder that is false for most clients' secrets."""
@@ -436,17 +431,17 @@ class SecureSums:
         for holder, clients in against.items():
             if 2 * len(clients) > len(collector.offers):
                 text = f"its shares of {len(clients)} clients' secrets are not those it was given"
-                self.manager.refuse(traffic, server_round, holder, "query.unmask", text)
+                self.cohort.refuse(traffic, server_round, holder, "query.unmask", text)
                 continue
             named = ", ".join(map(str, clients[:20]))
             text = f"round {server_round}: either client {named} gave client {holder} a false share of a secret, or "
             text += f"client {holder} opened one; the sum was opened without it, and nobody is blocked"
-            self.manager.event({"kind": "warning", "text": text})
+            self.cohort.event({"kind": "warning", "text": text})
 
     def _before(self, name: str) -> set[int] | None:
         """Return the clients whose sum was opened, or None; who was blocked since is not asked again."""
         found = self.opened.sets.get(name)
-        return None if found is None else set(found) - self.manager.offences.blocked.keys()
+        return None if found is None else set(found) - self.cohort.offences.blocked.keys()
 
     @staticmethod
     def _all_of(before: Collection[int], there: Collection[int], server_round: int, traffic: Traffic) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from fedapp.transport.offences import Offence
+from fedapp.transport.offences import Dropped
 
 
 class RoundFailed(RuntimeError):
@@ -33,15 +32,6 @@ class Spoiled(RoundFailed):
         self.dropped = list(dropped)
 
 
-@dataclass(frozen=True)
-class Dropped(Offence):
-    """A reply that was not used."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a plain dict."""
-        return vars(self).copy()
-
-
 @dataclass
 class Traffic:
     """Traffic of one exchange: bytes of arrays on the wire, summed over clients, and who answered or was dropped.
@@ -54,9 +44,23 @@ class Traffic:
     down: int = 0
     up: int = 0
     dropped: list[Dropped] = field(default_factory=list)
-    bad: list[Offence] = field(default_factory=list)
+    bad: list[Dropped] = field(default_factory=list)
     diverged: int = 0
     seconds: float = 0.0
+
+    def require(self, needed: int, server_round: int) -> None:
+        """Raise `RoundFailed` unless there were so many good replies."""
+        if len(self.answered) >= needed:
+            return
+        reasons = "; ".join(f"client {d.client}: {d.reason}" for d in self.dropped[:5])
+        more = f" and {len(self.dropped) - 5} more" if len(self.dropped) > 5 else ""
+        text = (
+            f"round {server_round}: {len(self.answered)} good replies of {len(self.messaged)}, "
+            f"min-replies asks for {needed} ({reasons}{more})"
+        )
+        if len(self.answered) + len(self.bad) + self.diverged >= needed:
+            raise Spoiled(text, server_round, self.dropped)
+        raise RoundFailed(text, server_round)
 
 
 def needed_replies(share: float, messages: int) -> int:

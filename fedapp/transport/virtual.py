@@ -9,10 +9,26 @@ product of both.
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from flwr.app import Message, RecordDict
+
+from fedapp.errors import BadRequest, counted, one_line
+from fedapp.method import ClientInfo, Method, Payload
+from fedapp.transport.agreement import majority, within_models
+from fedapp.transport.boundary import FAILED, IMPOSSIBLE, Registration
+from fedapp.transport.cohort import Cohort
+from fedapp.transport.exchange import Answers, Batches, Sender
+from fedapp.transport.offences import Dropped
+from fedapp.transport.records import Encoder, group_of
+from fedapp.transport.request import RoundRequest
 
 HOSTS = 64
 """Largest number of nodes of a simulation: two for each worker that Flower can keep busy."""
@@ -24,6 +40,15 @@ MOST = 64
 """Largest number of clients in a message: replies come together, and the run reports while they are waited for."""
 MOST_BYTES = 64 << 20
 """Bytes of arrays that the replies to one message may have."""
+LATECOMERS = 10.0
+"""Seconds in which Flower adds the nodes of a simulation."""
+LOOKS = 25_000
+"""Largest product of messages in flight and nodes in a simulation. Ten times a second Flower looks through all of its
+messages for each of its nodes. A look takes 3 microseconds, under a lock that all messages need."""
+WORTH_SORTING = 2.0
+"""Seconds that an exchange must take before sorting its messages saves time."""
+HELD_BYTES = 1 << 30
+"""Bytes of memory that replies may use while they wait for those of lower ids."""
 
 
 @dataclass(frozen=True)
@@ -103,3 +128,207 @@ def batches(order: Sequence[int], sizes: Mapping[int, int], bytes_each: int) -> 
             batch, work, share = [], 0, left / (SHARES * workers)
     if batch:
         yield batch
+
+
+def messages_underway(nodes: int) -> int:
+    """Return how many messages a simulation may have in flight; two for each worker are always enough."""
+    return max(16, 2 * (os.cpu_count() or 1), LOOKS // max(1, nodes))
+
+
+class VirtualCohort(Cohort):
+    """The clients of a simulation: all are there from the start, and take turns.
+
+    In a simulation of many clients several share a message, so that what they all get is encoded and sent once for all
+    of them. `several` = False: each gets its own, which always goes to the same node.
+    """
+
+    in_turn = True
+    several = True
+
+    def __init__(self, *arguments: Any, **layers: Any) -> None:
+        super().__init__(*arguments, **layers)
+        self._hosts: list[int] = []  # the nodes, each of which runs any client
+        self._asked: list[int] = []  # the clients that were asked who they are
+        self._turn = itertools.count()
+        self._lasted: dict[str, float] = {}  # seconds of the last exchange by kind
+
+    # ---- who is there --------------------------------------------------------------------------------------------
+
+    def count(self) -> int:
+        """Return how many clients there are where only Flower knows it: one for each of its nodes."""
+        return int(self._introduced({0: self.request})[0].facts.get("partitions", 0))
+
+    def enrol(self, members: Sequence[Member], by_size: bool = False) -> list[ClientInfo]:
+        """Take the clients as configuration and partition say. Few of them are asked, in their place.
+
+        Parameters
+        ----------
+        members : all clients.
+        by_size : one client is asked for each number of training samples too; else one of each architecture, and the
+            one with the fewest samples.
+
+        Raises
+        ------
+        BadRequest : a client that was asked cannot take part, no node came in time, or every client is blocked.
+        """
+        there = [m for m in members if m.client not in self.offences.blocked]
+        self._expected = len(members)
+        self.request = replace(self.request, clients=len(members))
+        if not there:
+            raise BadRequest("every client of this run is blocked (blocked.csv says why): start a new run")
+        answers = asked(there, by_size)
+        self._asked = sorted({*answers.values(), *smallest(there)})
+        requests = {c: replace(self.request, client=c) for c in self._asked}
+        registrations = dict(zip(requests, self._introduced(requests), strict=True))
+        for m in there:
+            registration = registrations[answers[m.client]]
+            if m.client in registrations:
+                self._check_member(m, registrations[m.client])
+            self.nodes[m.client] = self._host([m.client])
+            self.facts[m.client] = {**registration.facts, "test-examples": m.tests, "partitions": len(members)}
+            self.infos[m.client] = replace(registration, client=m.client, num_samples=m.examples)
+        return [self.infos[c] for c in sorted(self.infos)]
+
+    @staticmethod
+    def _check_member(member: Member, registration: Registration) -> None:
+        shape = tuple(json.loads(str(registration.facts["shape"])))
+        stated = Member(registration.client, registration.num_samples, registration.tests, registration.model, shape)
+        if stated != member:
+            raise BadRequest(
+                f"a worker has {stated}, the server {member}: use the same version of fedapp and the same data "
+                "everywhere, and start flwr run with as many num-supernodes as clients or fewer"
+            )
+
+    def _introduced(self, requests: Mapping[int, RoundRequest]) -> list[Registration]:
+        """Ask clients who they are, by id."""
+        self._wait_for_hosts()
+        limit, found = self.settings.wait_timeout, dict[int, Registration]()
+        encoder = Encoder(self.settings.wire_dtype, self.in_turn)
+
+        def request(batch: Sequence[int]) -> Message:
+            content, _ = encoder.content(Payload(), requests[batch[0]])
+            return Message(content, self._host(batch), "query.register")
+
+        batches = [[c] for c in requests]
+        for batch, reply in self.exchange.answers(batches, request, limit, messages_underway(len(self._hosts))):
+            try:
+                found[batch[0]] = self._registration(self._host(batch), reply)
+            except BadRequest as e:
+                raise BadRequest(one_line(e)) from e
+        if missing := sorted(requests.keys() - found.keys()):
+            raise BadRequest(f"gave up after {limit:g} s: client {missing[0]} has not answered; change wait-timeout")
+        return [found[c] for c in requests]
+
+    def _wait_for_hosts(self) -> None:
+        """Wait until Flower has added its nodes, one by one: until two looks find the same."""
+        started = told = time.monotonic()
+        limit = self.settings.wait_timeout
+        while not (nodes := sorted(self.grid.get_node_ids())) or nodes != self._hosts or self._few():
+            self._hosts = nodes
+            now = time.monotonic()
+            if nodes and self._few() and now - started > LATECOMERS:
+                raise BadRequest(
+                    f"secure-sum keeps the secrets of each client at a node of its own, and {len(nodes)} nodes are "
+                    f"there for {counted(self._expected, 'client')}: start flwr run with num-supernodes "
+                    f"= {self._expected}"
+                )
+            if limit and now - started > limit:
+                raise BadRequest(f"gave up after {limit:g} s: no node came; change wait-timeout if it needs longer")
+            if now - told > 30:
+                told = now
+                self.event({"kind": "waiting", "text": "waiting for Flower's nodes"})
+            time.sleep(self.exchange.shortest)
+
+    def _few(self) -> bool:
+        """Whether each client needs a node of its own, and there are too few."""
+        return not self.several and len(self._hosts) < self._expected
+
+    def register(self) -> list[int]:
+        """Return no client: all are there from the start."""
+        return []
+
+    def without_silent(self, server_round: int, ids: Sequence[int]) -> tuple[list[int], list[Dropped]]:
+        """Return all clients: those of a simulation are not silent."""
+        return list(ids), []
+
+    def agree(self, method: Method) -> None:
+        """Check that the clients agree. All are the user's own, so any disagreement is a mistake in the settings.
+
+        Raises
+        ------
+        BadRequest : clients disagree.
+        """
+        infos = {c: self.infos[c] for c in self._asked}  # the others are as those that were asked
+        found, apart = majority(method, infos, self.facts)
+        if apart := apart or within_models(method, infos, self.facts):
+            raise BadRequest(one_line(next(iter(apart.values()))))
+        self._agreed(method, found, {})
+
+    def _shortage(self, reason: str) -> str:
+        return reason
+
+    # ---- one exchange --------------------------------------------------------------------------------------------
+
+    def _host(self, batch: Sequence[int]) -> int:
+        """Return the node of a message."""
+        place = next(self._turn) if len(batch) > 1 else batch[0]
+        return self._hosts[place % len(self._hosts)]
+
+    def _limit(self, kind: str) -> float:
+        return self.settings.round_timeout
+
+    def _batches(self, kind: str, ids: Sequence[int], bytes_each: int) -> tuple[list[list[int]], int]:
+        """Return the clients of each message, in the order of the messages, and how many may be in flight at a time.
+
+        The clients with the most data start first, so that at the end no worker is still busy with the largest client.
+        This costs memory: the reply of a large client with a high id waits for those of small clients with low ids. The
+        memory is bounded: only the last clients by id are sorted by size, as many as have replies of `HELD_BYTES`
+        together. The clients before them start in the order of their ids.
+
+        Every tenth of a second Flower's simulation gives messages to its workers, in the order of its nodes and not in
+        the order in which they were pushed. Only messages that are pushed later can therefore run later. Half of the
+        messages are pushed at once, but enough for all workers; the others follow one by one as replies arrive. If the
+        last exchange of this kind took less than two seconds, this is not worth a tenth of a second, and all messages
+        are pushed at once.
+        """
+        several = self.several and len(ids) >= MANY
+        if getattr(self.grid, "one_at_a_time", False):
+            # Replies with models are used one by one; where only numbers come, sharing a message saves its overhead.
+            size = MOST if several and kind == "evaluate" else 1
+            return [list(ids[i : i + size]) for i in range(0, len(ids), size)], 16
+        most, enough = messages_underway(len(set(self.nodes.values()))), 2 * (os.cpu_count() or 1)
+        sizes = {c: self.infos[c].num_samples for c in ids}
+
+        def messages(order: Sequence[int]) -> list[list[int]]:
+            return list(batches(order, sizes, bytes_each)) if several else [[c] for c in order]
+
+        # Messages in flight run in any order, so all but one of their replies may wait for the first.
+        waiting = max(1, HELD_BYTES // max(1, bytes_each))
+        most = min(most, max(enough, waiting // 2))
+        if self._lasted.get(kind, math.inf) < WORTH_SORTING:
+            return messages(ids), most
+        first = max(0, len(ids) - waiting)
+        order = messages([*ids[:first], *sorted(ids[first:], key=lambda c: (-sizes[c], c))])
+        return order, min(most, max(len(order) // 2, enough))
+
+    def _message(self, content: RecordDict, batch: Sequence[int], kind: str, server_round: int, most: int) -> Message:
+        # Clients take turns, so their messages do not expire.
+        return Message(content, self._host(batch), kind, group_id=group_of(server_round))
+
+    def _address(self, client: int) -> int:
+        return client
+
+    def _answers(self, kind: str, batches: Batches, send: Sender, limit: float, at_once: int, most: int) -> Answers:
+        started = time.perf_counter()
+        yield from self.exchange.answers(batches, send, limit, at_once, most)
+        self._lasted[kind] = time.perf_counter() - started
+
+    def _widths(self, client: int) -> Iterable[int]:
+        return [int(self.facts[client]["width"])]
+
+    def _of_another(self, client: int) -> str:
+        """Return the grade of a reply in the name of another client; nodes run any client and do not register again."""
+        if client in self._moved:
+            return IMPOSSIBLE
+        self._moved.add(client)
+        return FAILED

@@ -23,14 +23,14 @@ from fedapp.errors import BadRequest
 from fedapp.federation.loop import _no_arrays
 from fedapp.method import Payload, Reply
 from fedapp.tasks.simulated import federated
-from fedapp.transport import client_manager
-from fedapp.transport.client_manager import ClientManager
+from fedapp.transport import cohort, nodes, virtual
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
+from fedapp.transport.nodes import NodeCohort
 from fedapp.transport.offences import Blocked
 from fedapp.transport.records import INFO, METRICS
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.traffic import RoundFailed
-from fedapp.transport.virtual import Member
+from fedapp.transport.virtual import Member, VirtualCohort
 from tests.handmade import exchange
 
 Change = Callable[[Message], Message | None]
@@ -273,15 +273,15 @@ class Silent(LocalGrid):
         return super().pull_messages(awake)
 
 
-def silent(**settings: Any) -> tuple[Silent, ClientManager, list[dict[str, Any]]]:
+def silent(**settings: Any) -> tuple[Silent, NodeCohort, list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
     grid = Silent(from_flat({"method": "local", "clients": 4}).to_flat())
     chosen = exchange(**{"wait_timeout": 60.0, "min_replies": 0.5, "round_timeout": 60.0, **settings})
-    return grid, ClientManager(grid, chosen, RoundRequest(), events.append), events
+    return grid, NodeCohort(grid, chosen, RoundRequest(), events.append), events
 
 
 def test_a_silent_node_does_not_hold_the_start_nor_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_manager, "LATECOMERS", 0.2)
+    monkeypatch.setattr(nodes, "LATECOMERS", 0.2)
     grid, clients, events = silent()
     started = time.monotonic()
     assert [i.client for i in clients.gather(3)] == [0, 1, 2]
@@ -310,7 +310,7 @@ def test_virtual_clients_that_take_turns_may_take_longer_than_the_limit_together
     """One after the other is there within the limit of a second; all six are not."""
     config = from_flat({"method": "local", "clients": 6, "partition": "dirichlet"})
     grid = Slow(client_app, config.to_flat(), 6)
-    clients = ClientManager(grid, exchange(wait_timeout=1.0), RoundRequest(), queued=True)
+    clients = VirtualCohort(grid, exchange(wait_timeout=1.0), RoundRequest())
     own = federated(config, 6).partition.clients
     members = [Member(c, len(s.train), len(s.test), config.model.name_of(c), (1, 8, 8)) for c, s in enumerate(own)]
     assert len({m.examples for m in members}) > 4, "or too few are asked for this test"
@@ -318,10 +318,10 @@ def test_virtual_clients_that_take_turns_may_take_longer_than_the_limit_together
 
 
 def test_a_lost_request_to_register_is_sent_again_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_manager, "LATECOMERS", 0.0)
+    monkeypatch.setattr(nodes, "LATECOMERS", 0.0)
     grid, clients, _ = silent()
     clients.gather(3)
-    monkeypatch.setattr(client_manager, "REGISTER_AGAIN", 0.0)
+    monkeypatch.setattr(nodes, "REGISTER_AGAIN", 0.0)
     started = time.monotonic()
     assert clients.register() == [] and grid.requests == 2
     assert time.monotonic() - started < 30
@@ -330,7 +330,7 @@ def test_a_lost_request_to_register_is_sent_again_without_waiting(monkeypatch: p
 
 
 def test_who_is_expected_is_waited_for_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_manager, "LATECOMERS", 0.0)
+    monkeypatch.setattr(nodes, "LATECOMERS", 0.0)
     _, clients, events = silent(wait_timeout=0.5)
     assert len(clients.gather(4)) == 3
     assert "waiting for 1 of 4 clients, missing 3; 1 node(s) that are online" in events[-1]["text"]
@@ -353,14 +353,14 @@ class Late(LocalGrid):
 
 def test_a_resumed_run_without_a_blocked_client_waits_for_all_others() -> None:
     grid = Late(client_app, from_flat({"method": "local", "clients": 3}).to_flat(), 3)
-    clients = ClientManager(grid, exchange(wait_timeout=30.0, min_replies=0.5), RoundRequest(), poll=(0.002, 0.1))
+    clients = NodeCohort(grid, exchange(wait_timeout=30.0, min_replies=0.5), RoundRequest(), poll=(0.002, 0.1))
     clients.offences.blocked[0] = Blocked(1, 0, FIRST_NODE, "train", "it lied")
     assert [i.client for i in clients.gather(3)] == [1, 2] and clients.fewest() == 2
 
 
 def test_what_clients_were_sent_is_compared() -> None:
     a, b = np.zeros(3, np.float32), np.zeros(3, np.float32)
-    same = client_manager._content
+    same = cohort._content
     assert same(Payload(arrays={"x": a}, common={"y": a})) == same(Payload(arrays={"x": b}, common={"y": a}))
     assert same(Payload(arrays={"x": a})) != same(Payload(arrays={"x": a + 1}))
     assert same(Payload(common={"x": a})) != same(Payload(common={"x": b})), "arrays for all are the same objects"
@@ -417,8 +417,8 @@ def test_the_largest_clients_begin_first_and_no_number_changes(
 ) -> None:
     """Half go out at once, the rest by size; where memory is for three replies only the last three by id are sorted."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    monkeypatch.setattr(client_manager, "WORTH_SORTING", 0.0)
-    monkeypatch.setattr(client_manager, "HELD_BYTES", held)
+    monkeypatch.setattr(virtual, "WORTH_SORTING", 0.0)
+    monkeypatch.setattr(virtual, "HELD_BYTES", held)
     plain, sorted_ = tmp_path / "plain", tmp_path / "sorted"
     assert unequal(plain, LocalGrid).one_at_a_time
     grid = unequal(sorted_, SideBySide)
@@ -444,15 +444,15 @@ def test_the_largest_clients_begin_first_and_no_number_changes(
 def test_short_exchanges_are_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lasts less than two seconds goes out at once from the second time on: in the order of the nodes."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    monkeypatch.setattr(client_manager, "WORTH_SORTING", 1e9)
+    monkeypatch.setattr(virtual, "WORTH_SORTING", 1e9)
     grid = unequal(tmp_path / "run", SideBySide)
     assert grid.of("train", 1) != list(range(8)) and grid.of("train", 2) == list(range(8))
 
 
 def test_few_of_many_messages_are_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    assert [ClientManager._underway(n) for n in (1, 100, 1000, 10_000)] == [25_000, 250, 25, 16]
-    monkeypatch.setattr(ClientManager, "_underway", lambda self, nodes: 3)
+    assert [virtual.messages_underway(n) for n in (1, 100, 1000, 10_000)] == [25_000, 250, 25, 16]
+    monkeypatch.setattr(virtual, "messages_underway", lambda nodes: 3)
     grid = unequal(tmp_path / "run", SideBySide)
     assert grid.most == 3
     size = sizes(tmp_path / "run")
@@ -470,11 +470,12 @@ def test_a_reply_to_an_evaluation_holds_no_arrays() -> None:
 def test_few_large_messages_are_in_flight(lasted: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run in any order, so all replies but one may wait for that of the first; each worker still has two."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    manager = ClientManager(SimpleNamespace(), exchange(), RoundRequest(), queued=True)
+    manager: Any = VirtualCohort(SimpleNamespace(), exchange(), RoundRequest())  # type: ignore[arg-type]
+    manager.several = False
     manager.nodes = {c: c for c in range(100)}
     manager.infos = {c: SimpleNamespace(num_samples=1) for c in range(100)}  # type: ignore[misc]
     manager._lasted["train"] = lasted
     for size, most in ((1 << 10, 100), (32 << 20, 16), (45 << 20, 11), (1 << 30, 4), (5 << 30, 4)):
-        order, at_once = manager._dispatch("train", range(100), size)
+        order, at_once = manager._batches("train", range(100), size)
         assert sorted(c for batch in order for c in batch) == list(range(100))
         assert at_once == most if most < 100 else at_once >= 50

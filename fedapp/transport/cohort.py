@@ -1,0 +1,398 @@
+"""The clients as the server sees them: stable ids, checked replies in the order of the ids, bounded waits.
+
+Flower's node ids are random in each run. Replies arrive in any order. A client that fails sends an error reply or does
+not answer. Here each client has its own id, every reply is checked separately, and a dropped reply is recorded with its
+reason. An exchange goes through these layers, each in a file of its own:
+
+=================  ==================================================================================
+`StateLedger`      adds to a request what the client stored last, and compares the reply with it
+`Exchange`         messages in flight, time limits, order of the replies
+`Validation`       what a reply may hold
+`Offences`         clients that are blocked
+=================  ==================================================================================
+
+`SecureSums` stands around all of them. `NodeCohort` and `VirtualCohort` know where a message goes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedapp.core.averages import lower_median
+from fedapp.errors import BadRequest, one_line, plain
+from fedapp.method import ClientInfo, Method, Payload, Reply
+from fedapp.settings import FederationSettings
+from fedapp.transport.boundary import (
+    ANOTHER,
+    BAD,
+    FACTS_SIZE,
+    FAILED,
+    IMPOSSIBLE,
+    Contract,
+    Refused,
+    Registration,
+    grade,
+    read_registration,
+)
+from fedapp.transport.exchange import Answers, Batches, Event, Exchange, Sender, in_order
+from fedapp.transport.ledger import StateLedger
+from fedapp.transport.offences import Blocked, Dropped, Offences
+from fedapp.transport.records import Encoder, Part, Records, parts, sealed, together
+from fedapp.transport.request import RoundRequest
+from fedapp.transport.traffic import RoundFailed, Traffic, needed_replies
+from fedapp.transport.validation import Check, Raw, Shapes, Validation, answer_of, last_line, reason_of, refusal
+
+NOTHING: Raw = MappingProxyType({})
+
+
+class UnableClient(BadRequest):
+    """A client states itself that it cannot take part.
+
+    Attributes
+    ----------
+    client : its id, -1 if it does not know it.
+    """
+
+    def __init__(self, message: str, client: int) -> None:
+        super().__init__(message)
+        self.client = client
+
+
+class Cohort(ABC):
+    """The server's view of its clients over one Flower grid.
+
+    Parameters
+    ----------
+    grid : Flower's grid.   settings : timeouts and shares, resolved.
+    request : what every message of the run says: its token, the shared folder, ...
+    event : receives progress events (plain dicts with a `kind`).
+    validation : decides which replies count.   ledger : the clients' states.
+    poll : shortest and longest time in seconds between two checks for replies.
+
+    Attributes
+    ----------
+    nodes : Flower's id of each client's node.   infos, facts : what clients stated about themselves, by id.
+    offences : which clients are blocked, and why.   reference : a client that all others agree with.
+    first_error : the first error of a client, with its whole remote traceback.
+    silent : by kind of message: how many draws in a row each client did not answer.
+    """
+
+    in_turn: ClassVar[bool]
+    """Whether clients take turns on one machine."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        settings: FederationSettings,
+        request: RoundRequest,
+        event: Event = lambda e: None,
+        *,
+        validation: Validation | None = None,
+        ledger: StateLedger | None = None,
+        poll: tuple[float, float] = (0.02, 0.1),
+    ) -> None:
+        self.grid, self.settings, self.request, self.event = grid, settings, request, event
+        self.validation = validation or Validation(settings.wire_dtype)
+        self.ledger = ledger or StateLedger()
+        self.exchange = Exchange(grid, event, poll, self.in_turn)
+        self.nodes: dict[int, int] = {}
+        self.infos: dict[int, ClientInfo] = {}
+        self.facts: dict[int, dict[str, Any]] = {}
+        self.first_error: dict[str, Any] | None = None
+        self.silent: dict[str, dict[int, int]] = {}
+        self.offences = Offences()
+        self.reference = -1
+        self._left_out: dict[int, str] = {}  # why, by node
+        self._moved: set[int] = set()  # nodes, in a simulation clients, that answered as another client
+        self._expected = 0
+
+    # ---- who is there --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def register(self) -> list[int]:
+        """Ask nodes that are new or came back to register, and return the ids of the clients that joined."""
+
+    @abstractmethod
+    def agree(self, method: Method) -> None:
+        """Check before round 1 that the clients agree on what they share; afterwards `reference` is one of them.
+
+        Raises
+        ------
+        BadRequest : clients disagree, or too few are left; the message names the clients, models and shapes.
+        """
+
+    @abstractmethod
+    def without_silent(self, server_round: int, ids: Sequence[int]) -> tuple[list[int], list[Dropped]]:
+        """Return which of the drawn clients get a message in a round, and why the others do not."""
+
+    @abstractmethod
+    def _shortage(self, reason: str) -> str:
+        """Return the message of a run in which too few clients are left, for such a reason."""
+
+    def partitions(self) -> int:
+        """Return into how many parts the data are split for the clients, 0 where each has its own."""
+        return int(lower_median([int(f.get("partitions", 0)) for f in self.facts.values()]))
+
+    def fewest(self) -> int:
+        """Return the smallest number of clients that the run goes on with."""
+        return self.settings.min_clients or needed_replies(self.settings.min_replies, self._expected)
+
+    def left_out(self) -> list[str]:
+        """Return why nodes are left out that take no part."""
+        return [reason for node, reason in self._left_out.items() if node not in self.nodes.values()]
+
+    def leave_out(self, reasons: Mapping[int, str]) -> None:
+        """Leave out clients that do not fit the others or the server's model; by client id, the reason.
+
+        Raises
+        ------
+        BadRequest : too few clients are left.
+        """
+        for client, reason in sorted(reasons.items()):
+            self._left_out[self._forget(client)] = one_line(reason)
+            self.event({"kind": "warning", "text": f"client {client} was left out: {one_line(reason)}"})
+        if reasons:
+            self._enough_left(one_line(min(reasons.items())[1]))
+        if self.reference not in self.infos:
+            self.reference = min(self.infos)
+
+    def _enough_left(self, reason: str) -> None:
+        """Raise `BadRequest` unless enough clients are left without those that were left out, for such a reason."""
+        if len(self.nodes) < self.fewest():
+            raise BadRequest(self._shortage(reason))
+
+    def _agreed(self, method: Method, reference: int | None, apart: Mapping[int, str]) -> None:
+        """Leave out the clients that do not agree with the reference, and let the method decide what replies hold."""
+        self.reference = min(self.infos) if reference is None else reference
+        self.leave_out(apart)
+        self.validation.method = method
+
+    def _forget(self, client: int) -> int:
+        """Drop all that is known of a client, and return its node."""
+        del self.infos[client], self.facts[client]
+        return self.nodes.pop(client)
+
+    def _registration(self, node: int, reply: Message) -> Registration:
+        """Return what a client states about itself; a `BadRequest` says why it cannot take part."""
+        if reply.has_error():
+            reason = reason_of(reply)
+            self._note_error(0, -1, "register", reason)
+            raise BadRequest(f"a client cannot take part: {last_line(reason)}")
+        registration = read_registration(reply)
+        if isinstance(registration, Refused):
+            if registration.offence != FAILED:
+                raise BadRequest(f"node {node} cannot take part: {registration.reason}")
+            who = registration.who
+            client = int(who.split()[-1]) if who[-1].isdigit() else -1
+            self._note_error(0, client, "register", registration.reason)
+            raise UnableClient(f"{who} cannot take part: {last_line(registration.reason)}", client)
+        return registration
+
+    # ---- one exchange --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _limit(self, kind: str) -> float:
+        """Return the seconds that clients have for a message, 0 = no limit."""
+
+    @abstractmethod
+    def _batches(self, kind: str, ids: Sequence[int], bytes_each: int) -> tuple[list[list[int]], int]:
+        """Return the clients of each message, in the order of the messages, and how many may be in flight at a time."""
+
+    @abstractmethod
+    def _message(self, content: RecordDict, batch: Sequence[int], kind: str, server_round: int, most: int) -> Message:
+        """Return a message to clients whose reply may have `most` bytes."""
+
+    @abstractmethod
+    def _address(self, client: int) -> int:
+        """Return the id that a request names."""
+
+    @abstractmethod
+    def _answers(self, kind: str, batches: Batches, send: Sender, limit: float, at_once: int, most: int) -> Answers:
+        """Send messages and yield the answers as they arrive; see :meth:`Exchange.answers`."""
+
+    @abstractmethod
+    def _widths(self, client: int) -> Iterable[int]:
+        """Return the widths of representations that bound the size of a client's reply."""
+
+    @abstractmethod
+    def _of_another(self, client: int) -> str:
+        """Return the grade of a reply to this client's message in the name of another one."""
+
+    def send_and_receive(
+        self,
+        kind: str,
+        server_round: int,
+        payloads: Iterable[tuple[int, Payload]],
+        expected: Shapes,
+        check: Check,
+        traffic: Traffic,
+        request: RoundRequest | Mapping[int, RoundRequest],
+        raw: Raw = NOTHING,
+    ) -> Iterator[Reply]:
+        """Send messages to clients and yield the good replies in the order of the client ids.
+
+        A reply is held back until the replies of all lower ids have arrived or failed, so that sums are added up in the
+        same order, no matter which client ends first. Afterwards `traffic` says which clients got a message, answered
+        or were dropped.
+
+        Parameters
+        ----------
+        server_round : the round that records and errors name.   expected : shapes of the model's arrays in a reply.
+        check : of the method.
+        request : to all clients, or by client. A client restores the state that it had before the round of its request.
+        raw : with secure sums, see `Contract.raw`.
+        """
+        started = time.perf_counter()
+        given = dict(payloads)
+        ids = sorted(given)
+        traffic.messaged.extend(ids)
+        groups = _groups(given)
+        bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
+        bytes_each += sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in raw.values())
+        batches, at_once = self._batches(kind, ids, bytes_each)
+        most = FACTS_SIZE + bytes_each + max((self._further(c, kind, expected) for c in ids), default=0)
+        limit = self._limit(kind) * max(map(len, batches), default=1)
+        encoded = self._encoded(given, request, traffic)
+
+        def message(batch: Sequence[int]) -> Message:
+            return self._message(encoded(batch), batch, kind, server_round, most)
+
+        def arriving() -> Iterator[tuple[int, Reply | None]]:
+            arrivals = itertools.count()
+            for client, part in _parted(self._answers(kind, batches, message, limit, at_once, most)):
+                info, tests = self.infos[client], int(self.facts[client].get("test-examples", -1))
+                further = self._further(client, kind, expected)
+                contract = self.validation.contract(kind, info, tests, expected, raw, further)
+                yield client, self._checked(part, contract, server_round, check, traffic, next(arrivals))
+
+        def unanswered(client: int) -> None:
+            waited = time.perf_counter() - started
+            seconds = limit if 0 < limit <= waited else round(waited)
+            self._drop(traffic, server_round, client, kind, f"no answer within {seconds:g} s")
+
+        yield from in_order(ids, arriving(), unanswered)
+        for offence in self.offences.judge(traffic.bad, groups, traffic.answered if kind == "train" else ()):
+            self._block(offence, "values out of range too often: ")
+        traffic.seconds += time.perf_counter() - started
+
+    def _further(self, client: int, kind: str, expected: Shapes) -> int:
+        return self.validation.further_bytes(kind, self.infos[client], self._widths(client), expected)
+
+    def _encoded(
+        self, given: dict[int, Payload], request: RoundRequest | Mapping[int, RoundRequest], traffic: Traffic
+    ) -> Callable[[Sequence[int]], RecordDict]:
+        """Return a function that encodes the content of a message to clients; their payloads are then let go."""
+        encoder = Encoder(self.settings.wire_dtype, self.in_turn)  # it keeps what it has encoded for several clients
+
+        def records(client: int) -> Records:
+            asked = request if isinstance(request, RoundRequest) else request[client]
+            asked = self.ledger.request(client, replace(asked, client=self._address(client)))
+            found, size = encoder.records(given.pop(client), asked)
+            traffic.down += size
+            return found
+
+        return lambda batch: sealed(records(batch[0])) if len(batch) == 1 else together({c: records(c) for c in batch})
+
+    def _checked(
+        self, message: Message | Part, contract: Contract, server_round: int, check: Check, traffic: Traffic,
+        arrival: int,
+    ) -> Reply | None:  # fmt: skip
+        """Return a reply that counts, or None: then its reason is recorded. Nothing that a client sends is raised."""
+        client, stage = contract.client, contract.kind
+        got = answer_of(message, contract)
+        if isinstance(got, Refused):
+            if got.offence == FAILED:
+                self._note_error(server_round, client, stage, got.reason)
+                traffic.diverged += FloatingPointError.__name__ in last_line(got.reason)
+            offence = self._of_another(client) if got.offence == ANOTHER else got.offence
+            self._drop(traffic, server_round, client, stage, last_line(got.reason), offence)
+            return None
+        count = int(got.metrics["num-examples"])
+        reply = Reply(client, count, got.arrays, got.metrics, got.size, stage, arrival)
+        if problem := self.ledger.problem(client, got.info):
+            refused: Refused | None = Refused(problem, grade(problem))
+        else:
+            refused = refusal(reply, check)
+        if refused:
+            self._drop(traffic, server_round, client, stage, refused.reason, refused.offence)
+            return None
+        self.ledger.note(client, got.info, got.metrics)
+        traffic.answered.append(client)
+        traffic.up += got.size
+        return reply
+
+    # ---- replies that do not count -------------------------------------------------------------------------------
+
+    def _drop(
+        self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str, offence: str = FAILED
+    ) -> None:
+        dropped = Dropped(server_round, client, stage, one_line(reason))
+        traffic.dropped.append(dropped)
+        self.event({"kind": "dropped", **dropped.as_dict()})
+        if offence == BAD:
+            traffic.bad.append(dropped)
+        elif offence == IMPOSSIBLE:
+            self._block(dropped)
+
+    def refuse(self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str) -> None:
+        """Record that a client sent what no client code of ours can send, and block it."""
+        self._drop(traffic, server_round, client, stage, reason, IMPOSSIBLE)
+
+    def _block(self, offence: Dropped, why: str = "") -> None:
+        """Send a client no more messages in this run, and leave its node alone."""
+        node = self._forget(offence.client)
+        found = Blocked(offence.round, offence.client, node, offence.stage, why + offence.reason)
+        self.offences.blocked[offence.client] = found
+        self.event({"kind": "blocked", **found.as_dict()})
+
+    def _note_error(self, server_round: int, client: int, stage: str, text: str) -> None:
+        """Keep the first client error with its whole remote traceback."""
+        if self.first_error is None or (self.first_error["round"] == 0 and server_round):
+            text = plain(text)
+            where = {"client": client, "round": server_round, "stage": stage}
+            self.first_error = {**where, "message": last_line(text), "traceback": text}
+            self.event({"kind": "client-error", **self.first_error})
+
+    def require(self, traffic: Traffic, server_round: int) -> None:
+        """Raise `RoundFailed` unless there were enough good replies, and enough clients are not blocked."""
+        traffic.require(needed_replies(self.settings.min_replies, len(traffic.messaged)), server_round)
+        if len(self.nodes) < self.fewest():
+            blocked = "; ".join(f"client {c}: {b.reason}" for c, b in list(self.offences.blocked.items())[:5])
+            raise RoundFailed(
+                f"round {server_round}: {len(self.nodes)} clients are left, and the run needs {self.fewest()} "
+                f"(min-clients); blocked are {blocked}",
+                server_round,
+            )
+
+
+def _parted(answers: Answers) -> Iterator[tuple[int, Message | Part]]:
+    """Yield the answer of each client of a message."""
+    for batch, answer in answers:
+        several = {} if len(batch) == 1 or answer.has_error() else parts(answer.content)
+        for client in batch:
+            yield client, several.get(client, answer)
+
+
+def _groups(payloads: Mapping[int, Payload]) -> dict[int, Any]:
+    """Return by client what it is sent, as one object for all clients that are sent the same."""
+    kinds: dict[Any, Any] = {}
+    return {client: kinds.setdefault(sent, sent) for client, sent in ((c, _content(p)) for c, p in payloads.items())}
+
+
+def _content(payload: Payload) -> tuple[Any, ...]:
+    """Return what two payloads of one exchange agree in if they hold the same."""
+    common = ((name, id(array)) for name, array in payload.common.items())
+    own = ((name, array.shape, zlib.crc32(array.tobytes())) for name, array in payload.arrays.items())
+    return frozenset(common), frozenset(own), frozenset(payload.scalars.items())

@@ -1,0 +1,60 @@
+"""The ledger of clients' states: what each client stored last, and how many noised releases it has stated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fedapp.transport.request import RoundRequest
+
+_DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
+
+
+class StateLedger:
+    """The server's knowledge of what its clients store. It goes with the next message and is compared with the reply.
+
+    Parameters
+    ----------
+    restart : clients whose stored state is lost may begin anew.
+
+    Attributes
+    ----------
+    states : by client, the digest of what it stored in its last round that counted, and whether its next training
+        starts from that. A client notices from it that its state is lost or another's.
+    released : by client, the noised releases that it has stated. A client notices an older copy of its own ledger.
+    """
+
+    def __init__(self, restart: bool = False) -> None:
+        self.restart = restart
+        self.states: dict[int, tuple[str, bool]] = {}
+        self.released: dict[int, int] = {}
+
+    def request(self, client: int, request: RoundRequest) -> RoundRequest:
+        """Return a request with what the server knows of the client's state."""
+        digest, binds = self.states.get(client, ("", True))
+        released = self.released.get(client, 0)
+        return replace(request, state=digest, state_binds=binds or not digest, releases=released)
+
+    def problem(self, client: int, info: Mapping[str, Any]) -> str | None:
+        """Return what is wrong with a reply's facts about the stored state; an older version reports none."""
+        if "state" not in info:
+            return None
+        if not all(isinstance(v, str) and _DIGEST.match(v) for v in (info["state"], info.get("state-from", ""))):
+            return "the digest of its state is not one"
+        lost = info.get("state-lost", "")
+        if lost and not self.restart:
+            return f"its state is lost and it began anew, which lost-state = 'refuse' does not allow: {lost}"
+        known = self.states.get(client, ("", False))[0]
+        if not lost and info.get("state-from", "") != known:
+            return f"it went on from the state '{info.get('state-from', '')}', the server knows '{known}'"
+        return None
+
+    def note(self, client: int, info: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+        """Note the facts of a reply that counts."""
+        if "state" in info:
+            self.states[client] = str(info["state"]), bool(info.get("state-binds", True))
+        released = metrics.get("dp-releases", 0)
+        if isinstance(released, int) and released > self.released.get(client, 0):
+            self.released[client] = released

@@ -1,0 +1,115 @@
+"""Validation of replies: what a reply may hold follows from the server's own model and from the method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from flwr.app import Message
+
+from fedapp import process
+from fedapp.core.averages import lower_median
+from fedapp.method import ClientInfo, Method, Reply
+from fedapp.transport.boundary import FAILED, IMPOSSIBLE, LARGE, UNREADABLE, Contract, Good, Refused, grade, read
+from fedapp.transport.records import Part
+from fedapp.transport.request import WITHOUT_DATA
+
+EXTRA_BYTES = 64 << 20
+"""Bytes that arrays beside the model's may have in every reply, such as a small second model."""
+WORKER_DIED = (
+    "ActorDiedError",
+    "ActorUnavailableError",
+    "RayActorError",
+    "WorkerCrashedError",
+    "NodeDiedError",
+    "OutOfMemoryError",
+)
+"""Ray's errors for a process that no longer exists."""
+Shapes = Mapping[str, tuple[int, ...]]
+Raw = Mapping[str, tuple[str, tuple[int, ...]]]
+Check = Callable[[Reply], str | None]
+
+
+class Validation:
+    """Accepts or refuses replies. `method` is known once the clients have agreed.
+
+    Parameters
+    ----------
+    wire_dtype : `fp32`, or `fp16` if float32 arrays travel in half precision.
+    max_abs : largest value in heads and in means of representations.
+    metrics : names of the numbers that a reply may hold beside the method's own; None = any.
+    scored : replies to `train` and `evaluate` hold at least one score.
+    """
+
+    def __init__(
+        self,
+        wire_dtype: str = "fp32",
+        max_abs: float = LARGE,
+        metrics: frozenset[str] | None = None,
+        scored: bool = False,
+    ) -> None:
+        self.method: Method | None = None
+        self.wire_dtype, self.max_abs, self.metrics, self.scored = wire_dtype, max_abs, metrics, scored
+
+    def further_bytes(self, kind: str, info: ClientInfo, widths: Iterable[int], expected: Shapes) -> int:
+        """Return how many bytes a client's arrays beside the model's may have.
+
+        Parameters
+        ----------
+        widths : widths of the clients' representations; where methods ask for them, all have one width.
+        """
+        if kind == "evaluate" or (self.method is not None and not self.method.extra_up):
+            return 0
+        width = int(lower_median([*widths]))
+        # One matrix per class is the most that any method asks for; a query for features asks for all of them.
+        most = EXTRA_BYTES + 4 * info.num_classes * width * (width + 1) + 16 * sum(map(math.prod, expected.values()))
+        return most + (8 * info.num_samples * (width + 1) if kind == "query.features" else 0)
+
+    def contract(self, kind: str, info: ClientInfo, tests: int, expected: Shapes, raw: Raw, further: int) -> Contract:
+        """Return what a client's reply may hold: the server's own model, and what the method declares beside it.
+
+        Parameters
+        ----------
+        tests : test samples that the client stated, -1 = not stated.   further : see `further_bytes`.
+        """
+        method, asked = self.method, self.metrics
+        allowed = (lambda name: kind != "evaluate" and method.allows(name)) if method else lambda name: True
+        known = (lambda name: True) if asked is None or method is None else asked.union(method.numbers).__contains__
+        return Contract(
+            info.client, kind, method.id if method else "the method", expected,
+            (lambda name: False) if raw else allowed, further, 0 if kind in WITHOUT_DATA else info.num_samples,
+            self.wire_dtype, tests, self.max_abs, known, self.scored and kind in ("train", "evaluate"), raw,
+        )  # fmt: skip
+
+
+def answer_of(message: Message | Part, contract: Contract) -> Good | Refused:
+    """Return what a reply holds, or why it does not count; an error reply is refused with its text."""
+    if isinstance(message, Message) and message.has_error():
+        return Refused(reason_of(message), IMPOSSIBLE if message.error.code == UNREADABLE else FAILED)
+    return read(message, contract)
+
+
+def refusal(reply: Reply, check: Check) -> Refused | None:
+    """Return why a method's own check refuses a reply, or None. What it did not foresee is a refusal too."""
+    try:
+        problem = check(reply)
+    except Exception as e:  # a method's own check is no boundary
+        problem = f"the reply cannot be read: {type(e).__name__}: {e}"
+    return Refused(problem, grade(problem)) if problem else None
+
+
+def reason_of(message: Message) -> str:
+    """Return the text of an error reply; if a Ray worker died, a last line says so and what to do."""
+    error = message.error
+    reason = str(error.reason or f"error code {error.code}")
+    if not any(f"ray.exceptions.{name}" in reason for name in WORKER_DIED):
+        return reason
+    sure = any(words in reason for words in ("OutOfMemoryError", "running low on memory", "memory usage threshold"))
+    cause = "memory ran out" if sure else "most often because memory ran out"
+    return f"{reason}\nthe client's worker process was killed ({cause}): lower batch-size, or {process.FEWER}"
+
+
+def last_line(text: str) -> str:
+    """Return the last line of a text that is not empty."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no reason given"
