@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from logging import INFO, WARNING
 from typing import Any, Self
 
@@ -29,7 +30,8 @@ from fedapp.method import HEAD, Arrays, ClientInfo, Payload, Reply, ServerContex
 from fedapp.reduce.reader import Check, Policy, Reader
 from fedapp.reduce.spec import Query
 from fedapp.sampling import rng, sample_clients
-from fedapp.transport.records import Encoder, arrays_of, encoded, reject
+from fedapp.transport.boundary import LARGE, Contract, decoded_problem
+from fedapp.transport.records import Encoder, arrays_of, encoded
 from strategies._maths import Maths
 
 CLIENT_FN = (
@@ -46,14 +48,17 @@ class FlowerStrategy(FedAvg):
     ----------
     maths : the mathematics.   policy : the treatment of replies.
     seed : decides which clients take part in a round, and every draw of the method.
+    max_abs : largest value in heads and in means of representations.
     flower : what Flower's FedAvg takes: `fraction_train`, `fraction_evaluate`, `min_train_nodes`, `min_evaluate_nodes`,
         `min_available_nodes`, `weighted_by_key`, `arrayrecord_key`, `configrecord_key`, and the functions that
         aggregate metrics.
     """
 
-    def __init__(self, maths: Maths, *, policy: Policy | None = None, seed: int = 0, **flower: Any) -> None:
+    def __init__(
+        self, maths: Maths, *, policy: Policy | None = None, seed: int = 0, max_abs: float = LARGE, **flower: Any
+    ) -> None:
         FedAvg.__init__(self, **flower)
-        self.maths, self.policy, self.seed = maths, policy or Policy(), seed
+        self.maths, self.policy, self.seed, self.max_abs = maths, policy or Policy(), seed, max_abs
         self._state: ServerState | None = None
         self._clients: dict[int, int] = {}  # node id -> client id
         self._whole: Arrays = {}  # the initial arrays of the app, by name
@@ -270,8 +275,7 @@ class FlowerStrategy(FedAvg):
         encoder = Encoder()
         # An evaluation scores what was just aggregated, which is what the next round would send.
         for client, payload in self.maths.send_each(self._state, server_round + evaluate, chosen):
-            arrays = {name: encoder.common(a) for name, a in {**fixed, **payload.common}.items()}
-            arrays |= {name: encoded(a, "fp32") for name, a in payload.arrays.items()}
+            arrays = encoder.arrays(Payload(payload.arrays, {**fixed, **payload.common}))
             arrays = {n: arrays.pop(n) for n in self._sent() if n in arrays} | arrays  # in the order of the app's model
             settings = ConfigRecord({**config, **payload.scalars, "server-round": server_round})
             content = RecordDict({self.arrayrecord_key: ArrayRecord(arrays), self.configrecord_key: settings})
@@ -296,7 +300,7 @@ class FlowerStrategy(FedAvg):
             client = self._clients[message.metadata.src_node_id]
             try:
                 reply, content = self._reply(message, client, kind, arrival, list(expected))
-                problem = reject(reply.arrays, expected, {"num-examples": reply.num_samples})
+                problem = decoded_problem(reply.arrays, self._contract(reply, expected))
                 problem = problem or check(reply) or further(reply)
             except (KeyError, TypeError, ValueError, OverflowError) as e:
                 problem = str(e)
@@ -305,6 +309,14 @@ class FlowerStrategy(FedAvg):
                 log(WARNING, "The reply of client %s to %s does not count: %s", client, kind, plain(problem))
             else:
                 yield reply, content
+
+    def _contract(self, reply: Reply, expected: Mapping[str, tuple[int, ...]]) -> Contract:
+        """Return what a reply may hold. The app decides on the precision, and its arrays are in memory already."""
+        dtypes = {"float32", "float64", *(str(a.dtype) for a in self._initial.values())}
+        return Contract(
+            reply.client, reply.kind, self.maths.method.id, expected, lambda name: True, sys.maxsize,
+            reply.num_samples, max_abs=self.max_abs, dtypes=tuple(sorted(dtypes)),
+        )  # fmt: skip
 
     def _reply(
         self, message: Message, client: int, kind: str, arrival: int, names: list[str]
@@ -324,8 +336,11 @@ class FlowerStrategy(FedAvg):
         if self.weighted_by_key not in metrics:
             hint = f": {CLIENT_FN}" if "num_examples" in metrics else ""
             raise ValueError(f"the reply has no '{self.weighted_by_key}'{hint}")
+        stated = metrics[self.weighted_by_key]
+        if (count := int(stated)) != stated:
+            raise ValueError(f"'{self.weighted_by_key}' is {stated}, a whole number is needed")
         size = sum(a.nbytes for a in arrays.values())
-        return Reply(client, int(metrics[self.weighted_by_key]), arrays, metrics, size, kind, arrival), content
+        return Reply(client, count, arrays, metrics, size, kind, arrival), content
 
     def _sent(self) -> list[str]:
         """Return the names of the app's arrays that a client is sent, in their order."""
@@ -354,8 +369,7 @@ class FlowerStrategy(FedAvg):
 
         def asked(stage: str, payload: Payload, repeated: Check) -> Iterator[Reply]:
             log(INFO, "%s: asking %s nodes", stage, len(self._clients))
-            encoder = Encoder()
-            arrays = ArrayRecord({name: encoder.common(a) for name, a in payload.all().items()})
+            arrays = ArrayRecord(Encoder().arrays(Payload(common=payload.all())))
             settings = ConfigRecord(dict(payload.scalars))
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
             connected = set(grid.get_node_ids())

@@ -26,7 +26,7 @@ from fedapp.models import build_model
 from fedapp.reduce.reader import Policy
 from fedapp.results.runs import read_run
 from fedapp.transport import checkpoint
-from fedapp.transport.records import reject
+from fedapp.transport.boundary import Contract, decoded_problem
 from strategies.fedgh import METHOD, FedGH, LARs, batches, header_step
 from tests import handmade
 from tests.handmade import refusal, short
@@ -333,7 +333,7 @@ def test_bad_replies_are_refused(arrays: dict[str, np.ndarray], words: str) -> N
 
 def test_a_row_that_is_not_finite_is_refused() -> None:
     bad = reply(0, [[np.nan, 0.0]], [0])
-    assert "NaN" in str(reject(bad.arrays, {}, {"num-examples": 5}))
+    assert "NaN" in str(decoded_problem(bad.arrays, Contract(0, "train", "fedgh", {}, lambda name: True, 1000, 5)))
 
 
 def test_an_undeclared_array_is_refused() -> None:

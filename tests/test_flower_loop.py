@@ -147,6 +147,41 @@ def test_a_bad_reply_does_not_count_and_is_logged(caplog: pytest.LogCaptureFixtu
     assert "client 0 to train does not count: 'optimizer' is not an array that fedavg shares" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "array", "count", "more", "reason"),
+    [
+        ("head.weight", np.full((3, 4), 2e4, np.float32), 60, {}, "'head.weight' holds values from 20000"),
+        ("head.weight", np.full((3, 4), 2e4, np.float32), 60, {"max_abs": 1e5}, ""),
+        (
+            "head.bias",
+            np.zeros(3, np.complex64),
+            60,
+            {},
+            "'head.bias' has dtype complex64, expected float32 or float64",
+        ),
+        ("head.bias", np.zeros(3), 60, {}, ""),
+        ("head.bias", np.zeros(3, np.float32), 10**12, {}, "num-examples is 1000000000000"),
+        ("head.bias", np.zeros(3, np.float32), 12.5, {}, "'num-examples' is 12.5, a whole number is needed"),
+    ],
+)
+def test_a_reply_is_checked_as_the_app_checks_it(
+    name: str, array: np.ndarray, count: float, more: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lie(message: Message, context: Context) -> Message:
+        reply = honest(message, context)
+        if message.metadata.message_type == "train" and context.node_config["partition-id"] == 2:
+            reply.content.array_records["arrays"][name] = Array(array)
+            reply.content.metric_records["metrics"]["num-examples"] = count
+        return reply
+
+    honest, grid = client_app(), LocalGrid(client_app(), {}, 3)
+    grid.client_app = lie  # type: ignore[assignment]
+    strategy = fedavg.METHOD.strategy(fedavg.METHOD, BaseHParams(), fraction_evaluate=0.0, **more)
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        strategy.start(grid, initial(), num_rounds=1)
+    assert reason in caplog.text and ("does not count" in caplog.text) == bool(reason)
+
+
 def test_a_fraction_of_the_clients_is_sampled_by_the_seed() -> None:
     def run(seed: int) -> np.ndarray:
         strategy = fedavg.METHOD.strategy(

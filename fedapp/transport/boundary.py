@@ -97,6 +97,7 @@ class Contract:
     scored : whether the reply must hold a score.
     raw : dtype and shape by name of arrays whose numbers mean nothing by themselves (secure sums). Where there are any,
         the reply holds these and no others.
+    dtypes : possible dtypes of the model arrays.
     """
 
     client: int
@@ -112,6 +113,7 @@ class Contract:
     metrics: Callable[[str], bool] = lambda name: True
     scored: bool = False
     raw: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ("float32",)
 
 
 @dataclass(frozen=True)
@@ -353,6 +355,15 @@ def _read(message: Message | Part, contract: Contract) -> Good | Refused:
     return Good(arrays, metrics, info, size)
 
 
+def decoded_problem(arrays: Arrays, contract: Contract) -> str | None:
+    """Return what is wrong with a reply whose arrays are decoded already, as in Flower's own loop."""
+    if not HELLO["num-examples"][0] <= contract.count <= COUNT_MOST:
+        return f"num-examples is {contract.count}, a whole number from 1 to {COUNT_MOST} is needed"
+    types = (_type_problem(name, str(a.dtype), a.shape, contract) for name, a in arrays.items())
+    sizes = {name: a.nbytes for name, a in arrays.items()}
+    return _names_problem(sizes, contract) or next(filter(None, types), None) or _values_problem(arrays, contract)
+
+
 def grade(problem: str) -> str:
     """Return the grade of what a method's own check found."""
     return IMPOSSIBLE if isinstance(problem, Impossible) else BAD
@@ -438,22 +449,24 @@ def _info_problem(info: Mapping[str, Any], contract: Contract) -> str | None:
 
 def _arrays_problem(record: Mapping[str, FlowerArray], contract: Contract) -> str | None:
     """Say what is wrong with arrays as they were sent; nothing is decoded but their headers."""
-    missing = [name for name in (*contract.arrays, *contract.raw) if name not in record]
+    sizes = {name: len(array.data) for name, array in record.items()}
+    problems = (_array_problem(name, array, contract) for name, array in record.items())
+    return _names_problem(sizes, contract) or next(filter(None, problems), None)
+
+
+def _names_problem(sizes: Mapping[str, int], contract: Contract) -> str | None:
+    """Say what is wrong with the names of arrays and their sizes in bytes."""
+    missing = [name for name in (*contract.arrays, *contract.raw) if name not in sizes]
     if missing:
         return f"arrays missing: {', '.join(missing[:5])}"
-    if len(record) > len(contract.arrays) + FURTHER:
-        return f"it holds {len(record)} arrays, at most {len(contract.arrays) + FURTHER} are possible"
-    rest = 0
-    for name, array in record.items():
-        if len(name) > NAME_MOST:
-            return f"the name of an array has {len(name)} characters, at most {NAME_MOST} are possible"
-        if name not in contract.arrays and name not in contract.raw:
-            rest += len(array.data)
-            if not contract.further(name):
-                return f"'{name}' is not an array that {contract.method} shares"
-        problem = _array_problem(name, array, contract)
-        if problem:
-            return problem
+    if len(sizes) > len(contract.arrays) + FURTHER:
+        return f"it holds {len(sizes)} arrays, at most {len(contract.arrays) + FURTHER} are possible"
+    if long := next((name for name in sizes if len(name) > NAME_MOST), ""):
+        return f"the name of an array has {len(long)} characters, at most {NAME_MOST} are possible"
+    further = sizes.keys() - contract.arrays.keys() - contract.raw.keys()
+    if strange := next((name for name in sizes if name in further and not contract.further(name)), None):
+        return f"'{strange}' is not an array that {contract.method} shares"
+    rest = sum(sizes[name] for name in further)
     if rest > contract.further_bytes:
         return f"arrays beside the model's have {rest} bytes, at most {contract.further_bytes} are possible"
     return None
@@ -465,15 +478,8 @@ def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | N
         return f"'{name}' has shape {str(shape)[:NAME_MOST]}, which no array has"
     if array.stype != "numpy.ndarray":
         return f"'{name}' is stored as {str(array.stype)[:NAME_MOST]}, expected numpy.ndarray"
-    half = ("float16",) if contract.wire_dtype == "fp16" else ()
-    allowed: tuple[str, ...] = (*(("float32",) if name in contract.arrays else DTYPES), *half)
-    expected = contract.arrays.get(name)
-    if name in contract.raw:
-        allowed, expected = (contract.raw[name][0],), contract.raw[name][1]
-    if array.dtype not in allowed:
-        return f"'{name}' has dtype {str(array.dtype)[:NAME_MOST]}, expected {' or '.join(allowed)}"
-    if expected is not None and shape != tuple(expected):
-        return f"'{name}' has shape {shape}, expected {tuple(expected)}"
+    if problem := _type_problem(name, array.dtype, shape, contract):
+        return problem
     size = math.prod(shape) * np.dtype(array.dtype).itemsize
     if not isinstance(array.data, bytes) and len(array.data) == size:
         return None  # from a worker of the same simulation, or in a pack: without a header
@@ -490,6 +496,19 @@ def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | N
     # The numbers are read where they lie, and must lie as numbers do.
     if version != (1, 0) or stream.tell() % NPY_ALIGNED:
         return f"'{name}' has a header that NumPy does not write"
+    return None
+
+
+def _type_problem(name: str, dtype: str, shape: tuple[int, ...], contract: Contract) -> str | None:
+    half = ("float16",) if contract.wire_dtype == "fp16" else ()
+    allowed = (*(contract.dtypes if name in contract.arrays else DTYPES), *half)
+    expected = contract.arrays.get(name)
+    if name in contract.raw:
+        allowed, expected = (contract.raw[name][0],), contract.raw[name][1]
+    if dtype not in allowed:
+        return f"'{name}' has dtype {str(dtype)[:NAME_MOST]}, expected {' or '.join(allowed)}"
+    if expected is not None and shape != tuple(expected):
+        return f"'{name}' has shape {shape}, expected {tuple(expected)}"
     return None
 
 

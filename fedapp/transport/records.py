@@ -153,6 +153,12 @@ class Encoder:
             self._known[id(array)] = found
         return found[1]
 
+    def arrays(self, payload: Payload) -> dict[str, FlowerArray]:
+        """Encode the arrays of a payload by name, those for several clients first."""
+        kind = _Shared if self.shared else FlowerArray
+        own = {name: encoded(a, self.wire_dtype, kind) for name, a in payload.arrays.items()}
+        return {name: self.common(a) for name, a in payload.common.items()} | own
+
     def content(self, payload: Payload, request: RoundRequest) -> tuple[RecordDict, int]:
         """Return the content of a message, and the bytes of its arrays as they are sent."""
         records, size = self.records(payload, request)
@@ -160,9 +166,7 @@ class Encoder:
 
     def records(self, payload: Payload, request: RoundRequest) -> tuple[Records, int]:
         """Return what the message to a client holds, and the bytes of its arrays as they are sent."""
-        arrays = {name: self.common(a) for name, a in payload.common.items()}
-        kind = _Shared if self.shared else FlowerArray
-        arrays.update({name: encoded(a, self.wire_dtype, kind) for name, a in payload.arrays.items()})
+        arrays = self.arrays(payload)
         casts = {n: str(a.dtype) for n, a in payload.all().items() if str(a.dtype) != arrays[n].dtype}
         header = {**request.record(), CAST: json.dumps(casts)}
         records = Records({ARRAYS: arrays}, {}, {SCALARS: dict(payload.scalars), REQUEST: header})
@@ -304,28 +308,3 @@ def reply_of(message: Message | Part) -> tuple[Arrays, dict[str, Any], dict[str,
     sent = sum(wire_bytes(a) for a in record.values())
     arrays = arrays_of(record, str(info.pop(CAST, "{}")), checked=True)
     return arrays, dict(content.metric_records.get(METRICS, {})), info, sent
-
-
-def reject(arrays: Arrays, expected: Mapping[str, tuple[int, ...]], metrics: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a reply's arrays or sample count, or None.
-
-    Parameters
-    ----------
-    arrays, metrics : of the reply.
-    expected : shape by name of the model arrays that must be there. The caller checks the shapes of all others.
-    """
-    missing = [name for name in expected if name not in arrays]
-    if missing:
-        return f"arrays missing: {', '.join(missing[:5])}"
-    for name, shape in expected.items():
-        if tuple(arrays[name].shape) != tuple(shape):
-            return f"'{name}' has shape {tuple(arrays[name].shape)}, expected {tuple(shape)}"
-        if not np.issubdtype(arrays[name].dtype, np.floating):
-            return f"'{name}' has dtype {arrays[name].dtype}, expected a floating-point one"
-    for name, array in arrays.items():
-        if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
-            return f"'{name}' contains NaN or infinity"
-    count = metrics.get("num-examples")
-    if not isinstance(count, (int, float)) or not math.isfinite(count) or count < 1:
-        return f"num-examples is {count}, but must be a positive number"
-    return None
