@@ -22,7 +22,6 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -215,10 +214,6 @@ class Cohort(ABC):
         """Return a message to clients whose reply may have `most` bytes."""
 
     @abstractmethod
-    def _address(self, client: int) -> int:
-        """Return the id that a request names."""
-
-    @abstractmethod
     def _answers(self, kind: str, batches: Batches, send: Sender, limit: float, at_once: int, most: int) -> Answers:
         """Send messages and yield the answers as they arrive; see :meth:`Exchange.answers`."""
 
@@ -298,8 +293,7 @@ class Cohort(ABC):
 
         def records(client: int) -> Records:
             asked = request if isinstance(request, RoundRequest) else request[client]
-            asked = self.ledger.request(client, replace(asked, client=self._address(client)))
-            found, size = encoder.records(given.pop(client), asked)
+            found, size = encoder.records(given.pop(client), self.ledger.request(client, asked))
             traffic.down += size
             return found
 

@@ -32,10 +32,10 @@ class StateLedger:
         self.released: dict[int, int] = {}
 
     def request(self, client: int, request: RoundRequest) -> RoundRequest:
-        """Return a request with what the server knows of the client's state."""
+        """Return a request to one client, with what the server knows of its state."""
         digest, binds = self.states.get(client, ("", True))
         released = self.released.get(client, 0)
-        return replace(request, state=digest, state_binds=binds or not digest, releases=released)
+        return replace(request, client=client, state=digest, state_binds=binds or not digest, releases=released)
 
     def problem(self, client: int, info: Mapping[str, Any]) -> str | None:
         """Return what is wrong with a reply's facts about the stored state; an older version reports none."""

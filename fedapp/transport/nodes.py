@@ -336,9 +336,6 @@ class NodeCohort(Cohort):
         lifetime = limit + 60 if limit else None
         return Message(content, self.nodes[batch[0]], kind, ttl=lifetime, group_id=group_of(server_round, most))
 
-    def _address(self, client: int) -> int:
-        return -1  # a node knows which client it is
-
     def _answers(self, kind: str, batches: Batches, send: Sender, limit: float, at_once: int, most: int) -> Answers:
         """Yield the answers, and note which clients gave none."""
         started = time.monotonic()

@@ -315,9 +315,6 @@ class VirtualCohort(Cohort):
         # Clients take turns, so their messages do not expire.
         return Message(content, self._host(batch), kind, group_id=group_of(server_round))
 
-    def _address(self, client: int) -> int:
-        return client
-
     def _answers(self, kind: str, batches: Batches, send: Sender, limit: float, at_once: int, most: int) -> Answers:
         started = time.perf_counter()
         yield from self.exchange.answers(batches, send, limit, at_once, most)
