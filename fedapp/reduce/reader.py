@@ -184,27 +184,21 @@ class Reader:
         ----------
         shared : whether a name is that of a model array in replies; None: it is one if the method shares it.
         """
-        prefixes = tuple(self.method.up_prefixes(self.hparams))
-        shared, unfit = shared or (lambda name: name.startswith(prefixes)), self._unfit(exchange, state)
-
-        def problem(reply: Reply) -> str | None:
-            extra = [n for n in reply.arrays if not shared(n) and not self.method.allows(n)]
-            return f"'{extra[0]}' is not an array that {self.method.id} shares" if extra else unfit(reply)
-
-        return problem
-
-    def _unfit(self, exchange: str, state: ServerState) -> Check:
-        # Besides what was asked for, a reply to `train` may hold the whole model in Flower's own loop.
-        forms, model = self._forms(exchange, state), self.context.initial.keys() if exchange == "train" else ()
-        if forms is None:
-            return lambda reply: None
+        prefixes, forms = tuple(self.method.up_prefixes(self.hparams)), self._forms(exchange, state)
+        model = self.context.initial if self.method.up is None else {}  # all that is shared comes back
+        shared = shared or (lambda name: name in model or name.startswith(prefixes))
         allows = self.method.allows if self.method.reduces is None else lambda name: False
-        prefixes = tuple(r.prefix for r, _ in forms if isinstance(r, Gaussians))
-        known = {name for r, form in forms for name in (*form, *(r.further if isinstance(r, Rows) else ()))}
+        own = tuple(r.prefix for r, _ in forms or () if isinstance(r, Gaussians))
+        known = {name for r, form in forms or () for name in (*form, *(r.further if isinstance(r, Rows) else ()))}
+        if exchange == "train":  # in Flower's own loop a reply may hold the whole model
+            known.update(self.context.initial)
 
         def problem(reply: Reply) -> str | None:
-            unknown = reply.arrays.keys() - known - {*model}
-            if extra := [n for n in unknown if not n.startswith(prefixes) and not allows(n)]:
+            if extra := [n for n in reply.arrays if not shared(n) and not self.method.allows(n)]:
+                return f"'{extra[0]}' is not an array that {self.method.id} shares"
+            if forms is None:
+                return None
+            if extra := [n for n in reply.arrays.keys() - known if not n.startswith(own) and not allows(n)]:
                 return Impossible(f"'{min(extra)}' was not asked for")
             return next((p for r, form in forms if (p := r.problem(self.context, reply, form))), None)
 
