@@ -76,8 +76,8 @@ def levels_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
         if here := runs.get(name, ()):
             received = DASH if name == "local" else both([final(r, "received") for r in here])
             ends, trained = both([trained_at_the_end(r) for r in here]), both([final(r, "trained") for r in here])
-            rows.append((registry.get(name).title, len(here), received, theirs[0], ends, theirs[1], trained))
-    return markdown("method|seeds:|received|reference|trained, last round|reference|trained once more", rows)
+            rows.append((registry.get(name).title, received, theirs[0], ends, theirs[1], trained))
+    return markdown("method|received|reference|trained, last round|reference|trained once more", rows)
 
 
 def differences(runs: Sequence[RunResult], alone: Mapping[int, RunResult]) -> tuple[str, str]:
@@ -97,12 +97,9 @@ def methods_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
     rows = []
     for name, here in runs.items():
         received = DASH if name == "local" else both([final(r, "received") for r in here])
-        chosen = ", ".join(str(r.summary["round"]) for r in here)
-        ends, best = both([trained_at_the_end(r) for r in here]), both([final(r, "trained") for r in here])
-        title, headline = registry.get(name).title, here[0].headline
-        rows.append((title, len(here), ends, best, chosen, received, headline, *differences(here, alone)))
-    heads = "method|seeds:|trained, last round|trained, chosen round|chosen|received, chosen round|headline"
-    return markdown(f"{heads}|to training alone|gain / same / lose:", rows)
+        trained, headline = both([final(r, "trained") for r in here]), here[0].headline
+        rows.append((registry.get(name).title, received, trained, headline, *differences(here, alone)))
+    return markdown("method|received|trained|headline|to training alone|gain / same / lose:", rows)
 
 
 def main() -> int:
