@@ -119,9 +119,9 @@ class Cohort(ABC):
 
     # ---- who is there --------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def register(self) -> list[int]:
         """Ask nodes that are new or came back to register, and return the ids of the clients that joined."""
+        return []
 
     @abstractmethod
     def agree(self, method: Method) -> None:
@@ -132,13 +132,13 @@ class Cohort(ABC):
         BadRequest : clients disagree, or too few are left; the message names the clients, models and shapes.
         """
 
-    @abstractmethod
     def without_silent(self, server_round: int, ids: Sequence[int]) -> tuple[list[int], list[Dropped]]:
         """Return which of the drawn clients get a message in a round, and why the others do not."""
+        return list(ids), []
 
-    @abstractmethod
     def _shortage(self, reason: str) -> str:
         """Return the message of a run in which too few clients are left, for such a reason."""
+        return reason
 
     def partitions(self) -> int:
         """Return into how many parts the data are split for the clients, 0 where each has its own."""
@@ -201,13 +201,13 @@ class Cohort(ABC):
 
     # ---- one exchange --------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def _limit(self, kind: str) -> float:
         """Return the seconds that clients have for a message, 0 = no limit."""
+        return self.settings.round_timeout
 
-    @abstractmethod
     def _batches(self, kind: str, ids: Sequence[int], bytes_each: int) -> tuple[list[list[int]], int]:
         """Return the clients of each message, in the order of the messages, and how many may be in flight at a time."""
+        return [[c] for c in ids], len(ids)
 
     @abstractmethod
     def _message(self, content: RecordDict, batch: Sequence[int], kind: str, server_round: int, most: int) -> Message:
@@ -217,9 +217,9 @@ class Cohort(ABC):
     def _answers(self, kind: str, batches: Batches, send: Sender, limit: float, at_once: int, most: int) -> Answers:
         """Send messages and yield the answers as they arrive; see :meth:`Exchange.answers`."""
 
-    @abstractmethod
     def _widths(self, client: int) -> Iterable[int]:
         """Return the widths of representations that bound the size of a client's reply."""
+        return (int(facts["width"]) for facts in self.facts.values())
 
     @abstractmethod
     def _of_another(self, client: int) -> str:

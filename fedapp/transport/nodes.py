@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -88,7 +88,7 @@ class NodeCohort(Cohort):
         enough: float | None = None
         settled: float | None = None
         while True:
-            self._register(strict=True)
+            self.register(strict=True)
             want = self._wanted(expected)
             now = time.monotonic()
             if len(self.nodes) >= want:
@@ -169,17 +169,17 @@ class NodeCohort(Cohort):
 
     # ---- registration --------------------------------------------------------------------------------------------
 
-    def register(self) -> list[int]:
+    def register(self, strict: bool = False) -> list[int]:
         """Ask nodes that are new or came back to register, and return the ids of the clients that joined.
 
-        This waits for a new node once. A node that does not answer in that time may answer before any later round,
-        which does not wait. A node that cannot take part is left out with a warning. It is asked again after it has
-        been offline, and if it says so itself, every `FAILED_AGAIN` seconds.
-        """
-        return self._register(strict=False)
+        A node that cannot take part is left out with a warning. It is asked again after it has been offline, and if it
+        says so itself, every `FAILED_AGAIN` seconds.
 
-    def _register(self, strict: bool) -> list[int]:
-        """See :meth:`register`; `strict`: before round 1, where the caller waits for answers."""
+        Parameters
+        ----------
+        strict : before round 1 the caller waits for answers. Later this method waits for a new node once. A node that
+            does not answer in that time may answer before any later round, which does not wait.
+        """
         now = time.monotonic()
         online = self._online()
         self._seen &= online
@@ -323,11 +323,8 @@ class NodeCohort(Cohort):
         return [c for c in ids if c not in skipped], left
 
     def _limit(self, kind: str) -> float:
-        limit = self.settings.round_timeout
+        limit = super()._limit(kind)
         return min(limit or WITHOUT_TRAINING, WITHOUT_TRAINING) if kind in WITHOUT_DATA else limit
-
-    def _batches(self, kind: str, ids: Sequence[int], bytes_each: int) -> tuple[list[list[int]], int]:
-        return [[c] for c in ids], len(ids)
 
     def _message(self, content: RecordDict, batch: Sequence[int], kind: str, server_round: int, most: int) -> Message:
         # A message expires when its reply is no longer waited for, so that it does not keep a slow node busy. The extra
@@ -348,9 +345,6 @@ class NodeCohort(Cohort):
                 self._took[kind, batch[0]] = time.monotonic() - started
             yield batch, answer
         self.silent[kind] = known | {c: known.get(c, 0) + 1 for c in quiet}
-
-    def _widths(self, client: int) -> Iterable[int]:
-        return (int(facts["width"]) for facts in self.facts.values())
 
     def _of_another(self, client: int) -> str:
         """Let a node that was restarted with another id before the server saw it offline register again, once."""

@@ -26,7 +26,6 @@ from fedapp.transport.agreement import majority, within_models
 from fedapp.transport.boundary import FAILED, IMPOSSIBLE, Registration
 from fedapp.transport.cohort import Cohort
 from fedapp.transport.exchange import Answers, Batches, Sender
-from fedapp.transport.offences import Dropped
 from fedapp.transport.records import Encoder, group_of
 from fedapp.transport.request import RoundRequest
 
@@ -243,14 +242,6 @@ class VirtualCohort(Cohort):
         """Whether each client needs a node of its own, and there are too few."""
         return not self.several and len(self._hosts) < self._expected
 
-    def register(self) -> list[int]:
-        """Return no client: all are there from the start."""
-        return []
-
-    def without_silent(self, server_round: int, ids: Sequence[int]) -> tuple[list[int], list[Dropped]]:
-        """Return all clients: those of a simulation are not silent."""
-        return list(ids), []
-
     def agree(self, method: Method) -> None:
         """Check that the clients agree. All are the user's own, so any disagreement is a mistake in the settings.
 
@@ -264,18 +255,12 @@ class VirtualCohort(Cohort):
             raise BadRequest(one_line(next(iter(apart.values()))))
         self._agreed(method, found, {})
 
-    def _shortage(self, reason: str) -> str:
-        return reason
-
     # ---- one exchange --------------------------------------------------------------------------------------------
 
     def _host(self, batch: Sequence[int]) -> int:
         """Return the node of a message."""
         place = next(self._turn) if len(batch) > 1 else batch[0]
         return self._hosts[place % len(self._hosts)]
-
-    def _limit(self, kind: str) -> float:
-        return self.settings.round_timeout
 
     def _batches(self, kind: str, ids: Sequence[int], bytes_each: int) -> tuple[list[list[int]], int]:
         """Return the clients of each message, in the order of the messages, and how many may be in flight at a time.
