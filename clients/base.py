@@ -4,37 +4,27 @@ The table lists the functions that a method's client may define, in the order in
 change `self.model`, `self.own` (private arrays) and attributes that they set themselves. Only `self.model` and
 `self.own` are stored on disk after the round. Before the next one `self.own` is always restored, and what of the model
 the server does not send. Where it sends the whole model, the stored one is read with `needs_state` only; without it,
-the values are NaN until `receive` has replaced them.
+the values are NaN until `receive` has replaced them. An evaluation scores the stored model as `trained` before
+`receive`, but after it where the server sends nothing of the model.
 
 | function                          | when                                     | default                         |
 |-----------------------------------|------------------------------------------|---------------------------------|
 | `build_model(spec, hparams)`      | whenever a model is built, on both sides | the model of the zoo            |
 | `common_facts()`                  | when the client registers                | no facts to compare             |
 | `trains_on(rows, held, hparams)`  | before that, in a simulation             | all of its training images      |
-| `trained_models()`                | then too, to refuse batches of one image | the model                       |
-| `restore(server_round, payload)`  | first                                    | the model as the client left it |
-| `initial_seed()`                  | in `restore`, for a client without state | a seed of the client's own      |
 | `receive(payload)`                | before the score `received`              | copies the shared arrays        |
 | `configure_model(model, scalars)` | in `receive`, and on the server          | nothing                         |
 | `before_training(payload)`        | after the score `received`               | nothing                         |
-| `optimise(payload)`               | the local training                       | runs the phases                 |
-| `phases()`                        | in `optimise`                            | one, the loop over `step_loss`  |
-| `phase_epochs()`                  | when the client registers                | one phase, the run's settings   |
-| `train_spec()`, `adam_betas()`    | in `optimise`                            | the run's settings              |
-| `epochs_in(t, epochs, hparams)`   | when curves by local epochs are drawn    | the run's settings              |
-| `parameters()`, `views`           | in `optimise`                            | all parameters, one view        |
+| `phases()`                        | local training; at registration as well  | one, the loop over `step_loss`  |
 | `step_loss(batch)`                | every step                               | mean cross-entropy              |
-| `on_gradients(parameters)`        | every step, after the backward pass      | nothing                         |
+| `after_step(batch)`               | after the optimizer's step               | nothing                         |
 | `after_epoch(epoch)`              | after every epoch                        | nothing                         |
-| `after_training(payload)`         | before the score `trained`               | no further arrays               |
+| `after_training(payload)`         | before the score `trained`               | no further arrays and numbers   |
 | `tuning()`                        | before the last score, on a copy         | no fine-tuning, no such score   |
-| `scored(protocol)`                | for each score, and when a model is kept | the model                       |
 | `score(x, y, probabilities)`      | for each score                           | the model's predictions         |
-| `alone(hparams)`                  | when a stored model is used              | whether `score` is the default  |
-| `reply_metrics()`                 | last                                     | no further numbers              |
-| `reference(payload)`              | if updates are clipped                   | the arrays as received          |
-| `feature_batches()`               | for statistics of features               | representations and labels      |
 | `answer(kind, payload)`           | for each query of the server             | an error                        |
+| `answer_prepare(payload)`         | for the query before round 1             | an error                        |
+| `feature_batches(exchange)`       | where statistics of features are made    | the representations             |
 
 Only the arrays that the method declares as `shared` (or `up`) and `extra_up` leave the client.
 
@@ -43,7 +33,9 @@ The file is long because the whole contract of a client stands in it, in the ord
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -59,7 +51,7 @@ from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning import dp_sgd
 from fedapp.learning.dp_sgd import NoisySteps
-from fedapp.learning.evaluation import Scores, batched, confusion, evaluate, measured
+from fedapp.learning.evaluation import BATCH, Scores, batched, confusion, evaluate, measured
 from fedapp.learning.releases import Releaser
 from fedapp.learning.state import ClientStore, Stored
 from fedapp.learning.task import ModelSpec, Task
@@ -82,12 +74,7 @@ from fedapp.settings import TrainingSettings
 from fedapp.settings.evaluation import CONFUSION
 
 if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-
     from fedapp.models import SplitModel
-
-ROWS = 4096
-"""Images whose representations are held at a time."""
 
 
 class FedClient(PositionalClient):
@@ -100,14 +87,16 @@ class FedClient(PositionalClient):
     store : holds the private state between rounds; None stores nothing (for tests and other apps).
     """
 
-    views: ClassVar[int] = 1
-    """Number of independent augmentations of each image in a step."""
+    block: ClassVar[int] = BATCH
+    """Samples of a block of `feature_batches`."""
     private_logits: ClassVar[bool] = False
     """Whether a client adds logits of its own to those of the head."""
-    needs_state: ClassVar[bool] = False
+    alone: ClassVar[bool] = True
+    """Whether the stored model alone predicts what `score` counts, so that it can be used without the client."""
+    needs_state: bool = False
     """Whether the method needs its stored model even where the server sends it. `self.own` is always restored.
 
-    Without it, an own `restore` or `receive` finds NaN in all that the server sends, if this is the whole model.
+    Without it, an own `receive` finds NaN in all that the server sends, if this is the whole model.
     """
 
     def __init__(self, task: Task, method: Method, hparams: Any, store: ClientStore | None = None) -> None:
@@ -117,17 +106,19 @@ class FedClient(PositionalClient):
         self.store = store
         self.device = task.y_train.device
         self.own: Arrays = {}
+        self.reference: Arrays = {}  # the arrays as received, from which `clip-update` measures the change
         self.round = 0
         self.model: SplitModel
         self.tuned: SplitModel
         self.report = TrainReport()
-        self.newcomer = False  # whether `meet` scores it, which says how many epochs it trains
+        self.newcomer = False  # whether `meet` scores it
+        self.newcomer_epochs: int | None = None  # of local training, which `meet` gives
         self.stored: Stored | None = None  # what `restore` has read, of which `self.own` is
         self._loaded: Stored | None = None
         self._starts_from_state = True
         self._unread: Collection[str] = ()  # names in the stored state that a round does not read
         self.releaser: Releaser | None = None  # with `dp`: the only way in which numbers leave
-        self.scoring = False  # whether a training is for a score alone: nothing of it is stored or sent
+        self.scoring = False  # whether an exchange is for scores alone: nothing of it is stored or sent
         self.released = False  # whether what is sent is a copy of what was released before
 
     # ---- hooks ---------------------------------------------------------------------------------------------------
@@ -135,14 +126,14 @@ class FedClient(PositionalClient):
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
         """Build the model of a specification; server and clients call the same function."""
-        return build_model(**vars(spec))
+        return build_model(**{name: value for name, value in vars(spec).items() if name != "common"})
 
     @classmethod
     def trains_plainly(cls) -> bool:
-        """Return whether a client differs from that of FedAvg in the start of its model alone: DP-SGD covers it."""
+        """Return whether a client differs from that of FedAvg in its model alone: DP-SGD covers it."""
         kinds = cls.__mro__[: cls.__mro__.index(FedClient)]
         own = {n for kind in kinds for n, value in vars(kind).items() if not n.startswith("_") or callable(value)}
-        return own <= {"initial_seed"}
+        return own <= {"build_model"}
 
     @classmethod
     def initial_arrays(cls, spec: ModelSpec, method: Method, hparams: Any, buffers: str) -> Arrays:
@@ -166,8 +157,12 @@ class FedClient(PositionalClient):
         """Apply a payload's plain values to the model itself, not to its arrays; server and clients both call this."""
 
     def receive(self, payload: Payload) -> None:
-        """Copy the shared model arrays that the server sent into the model."""
-        selection.merge(self.model, payload.all())
+        """Copy the shared model arrays that the server sent into the model.
+
+        Where the model starts from other arrays than these, it sets `self.reference` to them.
+        """
+        self.reference = payload.all()
+        selection.merge(self.model, self.reference)
         self.configure_model(self.model, payload.scalars)
 
     def before_training(self, payload: Payload) -> None:
@@ -177,107 +172,81 @@ class FedClient(PositionalClient):
         """Return the loss of one batch, a scalar in nats: mean cross-entropy."""
         return self.cross_entropy(self.model(batch.x), batch.y)
 
-    def on_gradients(self, parameters: list[Tensor]) -> None:
-        """Change the gradients of a step of `optimise` in place.
-
-        The order of a step is: backward pass, this function, clipping (`clip`), the optimizer, which adds weight decay.
-
-        Parameters
-        ----------
-        parameters : all tensors that are trained, in the order of `parameters()`; `grad` is None where the loss does
-            not depend on one.
-        """
-
-    @classmethod
-    def adds_to_loss(cls) -> bool:
-        """Whether the method has a loss of its own, so that `train-loss` is more than the mean cross-entropy."""
-        return cls.step_loss is not FedClient.step_loss
-
-    def parameters(self) -> ParamsT:
-        """Return the parameters to optimise, in groups where they are clipped apart."""
-        return self.model.parameters()
+    def after_step(self, batch: Batch) -> None:
+        """Run after each step of the optimizer, on the batch of the step."""
 
     def after_epoch(self, epoch: int) -> None:
         """Run after each local epoch, counted from 0."""
 
-    @classmethod
-    def epochs_in(cls, server_round: int, local_epochs: int, hparams: Any) -> int:
-        """Return the epochs of a round, given `local-epochs`; for round 0 those that come before round 1."""
-        return local_epochs if server_round else 0
-
-    def train_spec(self) -> TrainingSettings:
-        """Return the training settings of this round. Its learning rate is `rate`."""
-        return self.task.train
+    @property
+    def training(self) -> TrainingSettings:
+        """Settings of local training: the run's, but for the epochs of a newcomer."""
+        epochs = self.newcomer_epochs
+        return self.task.train if epochs is None else self.task.train.replaced(local_epochs=epochs)
 
     @property
     def rate(self) -> float:
         """Learning rate of this round, at its first step unless there is a schedule of steps."""
-        return rate_in(self.round, self.task.rates, self.train_spec().lr)
+        return rate_in(self.round, self.task.rates, self.training.lr)
 
-    def after_training(self, payload: Payload) -> Arrays:
-        """Return further arrays for the reply, named as the method's `extra_up` declares."""
-        return {}
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Return further arrays and numbers for the reply.
 
-    def reference(self, payload: Payload) -> Arrays:
-        """Return the arrays from which `clip-update` measures the change: the model arrays as received, by name."""
-        return payload.all()
-
-    @classmethod
-    def alone(cls, hparams: Any) -> bool:
-        """Whether the model alone predicts what `score` counts, so that it can be used without the client."""
-        return cls.score is FedClient.score
-
-    def reply_metrics(self) -> dict[str, Any]:
-        """Return further numbers for the reply, each named in `Method.columns` or `Method.metrics`."""
-        return {}
-
-    def trained_models(self) -> list[SplitModel]:
-        """Return the models that this client trains, with any values."""
-        return [_skeleton(type(self), self.task.spec(0), self.hparams)]
+        Returns
+        -------
+        Arrays, named as `Method.extra_up` declares, and numbers, each named in `Method.columns` or `Method.metrics`.
+        """
+        return {}, {}
 
     @classmethod
     def trains_on(cls, rows: int, held_out: int, hparams: Any) -> int:
         """Return how many training images a client states, of its own and those that it holds out for validation."""
         return rows
 
-    def check_batches(self) -> None:
-        """Refuse batches of one image for a model whose BatchNorm needs two; called before anything is trained.
-
-        Raises
-        ------
-        BadRequest : says what to change.
-        """
-        if self.task.train.batch_size == 1:
-            self.refuse_single("batch-size is 1", "give batch-size = 2 or more")
-        if self.task.num_samples == 1:
-            held_out = 0 if self.task.x_validation is None else len(self.task.x_validation)
-            self.refuse_single(
-                f"it has one image to train on{f', since validation holds out {held_out}' if held_out else ''}",
-                "leave out validation, or give it more images (in a simulation: a larger min-samples)"
-                if held_out
-                else "give it more (in a simulation: min-samples = 2 or more)",
-            )
-
     def snapshot(self, prefix: str = "") -> list[Tensor]:
         """Return copies of the parameters whose names begin with `prefix`, since training changes them in place."""
         return [p.detach().clone() for name, p in self.model.named_parameters() if name.startswith(prefix)]
+
+    def planned(self) -> Sequence[Phase]:
+        """Return the phases of a round as they are before anything has been received, each with a model."""
+        client = copy.copy(self)
+        client.model = _skeleton(type(self), self.task.spec(0), self.hparams)
+        return [replace(p, model=client.model if p.model is None else p.model) for p in client.phases()]
+
+    def epochs(self) -> int:
+        """Return the passes over the training split in a round, of all phases."""
+        return sum(phase.spec.local_epochs for phase in self.planned() if phase.rows is None)
 
     def check_training(self) -> None:
         """Refuse settings that do not fit this client's data; called before anything is trained.
 
         Raises
         ------
-        BadRequest : says what to change.
+        BadRequest : says what to change, such as batches of one image for a model whose BatchNorm needs two.
         """
-        self.check_batches()
         _ = self.class_weights
-        spec = self.train_spec()
-        for epochs in self.phase_epochs():
-            step_rates(spec, self.rate, epochs * len(batch_slices(self.task.num_samples, spec.batch_size)))
+        held_out = 0 if self.task.x_validation is None else len(self.task.x_validation)
+        few = (
+            "leave out validation, or give it more images (in a simulation: a larger min-samples)"
+            if held_out
+            else ("give it more (in a simulation: min-samples = 2 or more)")
+        )
+        for phase in self.planned():
+            spec, rate, rows = phase.spec, phase.rate or self.rate, self.task.num_samples
+            if phase.rows is not None:
+                rows = len(phase.rows[1])
+                if 1 in (rows, spec.batch_size):
+                    self._refuse_single(phase, f"training on {phase.draws} images is on one at a time", "give more")
+            elif spec.batch_size == 1:
+                self._refuse_single(phase, "batch-size is 1", "give batch-size = 2 or more")
+            elif rows == 1:
+                since = f", since validation holds out {held_out}" if held_out else ""
+                self._refuse_single(phase, f"it has one image to train on{since}", few)
+            step_rates(spec, rate, spec.local_epochs * len(batch_slices(rows, spec.batch_size)))
 
-    def refuse_single(self, what: str, remedy: str) -> None:
-        """Raise `BadRequest` if one of the models needs two images in a batch; `what` says why there is only one."""
-        for model in self.trained_models():
+    def _refuse_single(self, phase: Phase, what: str, remedy: str) -> None:
+        """Raise `BadRequest` if a model of a phase needs two images in a batch; `what` says why there is only one."""
+        for model in models_of(phase):
             if needs_two(model, self.task.inputs):
                 raise BadRequest(
                     f"{what}, and BatchNorm in '{model.name}' needs two images in a batch: "
@@ -297,50 +266,68 @@ class FedClient(PositionalClient):
         """
         raise ValueError(f"the method '{self.method.id}' cannot answer 'query.{kind}': define answer() in its client")
 
-    def phase_epochs(self) -> Sequence[int]:
-        """Return the passes of each phase of a round, for `check_training`, which has no model yet."""
-        return [self.train_spec().local_epochs]
+    def answer_prepare(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Answer the server's query before round 1, as `answer` does."""
+        return self.answer("prepare", payload)
 
-    def adam_betas(self) -> tuple[float, float]:
-        """Return the decay rates of the two moments, for Adam and its relatives."""
-        return (0.9, 0.999)
+    def feature_batches(self, exchange: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the features of the training split, of which a method makes statistics.
+
+        Parameters
+        ----------
+        exchange : `train`, or the kind of a query.
+
+        Yields
+        ------
+        Representations (n, width) float32 and labels (n,) of at most `block` samples, in evaluation mode and without
+        augmentation.
+        """
+        for start in range(0, self.task.num_samples, self.block):
+            part = slice(start, start + self.block)
+            yield self.representations(self.task.x_train[part]), self.task.y_train[part]
 
     def phases(self) -> Sequence[Phase]:
-        """Return the parts of the local training, in their order."""
-        return [Phase(self.step_loss, self.train_spec())]
+        """Return the parts of the local training, in their order.
 
-    def optimise(self, payload: Payload) -> TrainReport:
-        """Run the local training of the round, phase after phase."""
+        They are also asked for when the client registers, with a model of any values and nothing received.
+        """
+        return [Phase(self.step_loss, self.training)]
+
+    def run_phases(self) -> TrainReport:
+        """Run the local training of the round; return the report of the phases on the training split."""
         report = TrainReport()
         for phase in self.phases():
-            report = report.then(self.run_phase(phase))
+            done = self.run_phase(phase)
+            report = report.then(done) if phase.rows is None else report
         return report
 
     def run_phase(self, phase: Phase) -> TrainReport:
-        """Train what a phase names on the training split, and nothing else."""
+        """Train what a phase names, and nothing else."""
         model = self.model if phase.model is None else phase.model
+        x, y = (self.task.x_train, self.task.y_train) if phase.rows is None else phase.rows
         with trained_alone(model, phase.prefixes) as held:
             return train(
                 model,
-                self.task.x_train,
-                self.task.y_train,
+                x,
+                y,
                 phase.spec,
                 self.task.inputs,
                 phase.loss,
                 self.generator(phase.draws),
-                parameters=self.parameters() if phase.parameters is None else phase.parameters,
-                views=self.views,
-                betas=self.adam_betas(),
+                parameters=None if phase.parameters is None else phase.parameters(),
+                views=phase.views,
+                betas=phase.betas,
+                on_step=self.after_step,
                 on_epoch=self.after_epoch,
-                on_gradients=None if type(self).on_gradients is FedClient.on_gradients else self.on_gradients,
+                on_gradients=phase.on_gradients,
                 held=held,
-                private=self._private(phase.spec),
+                private=self._private(phase.spec, len(y)),
                 rate=rate_in(self.round, self.task.rates, phase.spec.lr) if phase.rate is None else phase.rate,
             )
 
-    def _private(self, spec: TrainingSettings) -> NoisySteps | None:
+    def _private(self, spec: TrainingSettings, rows: int) -> NoisySteps | None:
         """Return what makes the steps of a training private, after it is booked; None without DP-SGD."""
-        count = len(batch_slices(len(self.task.y_train), spec.batch_size))
+        count = len(batch_slices(rows, spec.batch_size))
         if self.releaser is None or not self.releaser.privacy.sgd or not count or spec.local_epochs < 1:
             return None
         self.check_private()
@@ -355,14 +342,14 @@ class FedClient(PositionalClient):
         BadRequest : a model or a setting with which one image changes more than its own gradient.
         RuntimeError : the method has a loss of its own.
         """
-        if type(self).step_loss is not FedClient.step_loss:
+        if self.adds_to_loss():
             raise RuntimeError(f"{self.method.id} has a loss of its own, for which DP-SGD is not described")
         if self.task.train.augment == "strong" and self.task.inputs.kind == "table":
             raise BadRequest(
                 "dp = 'sgd': augment = 'strong' takes values of a row from other rows, so that no clipping bounds what "
                 "one of them changes: take augment = 'weak' or 'none'"
             )
-        for model in self.trained_models():
+        for model in itertools.chain.from_iterable(map(models_of, self.planned())):
             dp_sgd.check(model, model.name, self.task.inputs.shape)
 
     def tuning(self) -> Sequence[Phase]:
@@ -373,22 +360,14 @@ class FedClient(PositionalClient):
         return ()
 
     @classmethod
+    def adds_to_loss(cls) -> bool:
+        """Whether the method has a loss of its own, so that `train-loss` is more than the mean cross-entropy."""
+        return cls.step_loss is not FedClient.step_loss
+
+    @classmethod
     def tunes(cls) -> bool:
         """Whether clients fine-tune a copy of what they received before their last score."""
         return cls.tuning is not FedClient.tuning
-
-    def scored(self, protocol: str) -> SplitModel:
-        """Return the model that a score is of; that of `trained` is also the one that is stored and used later.
-
-        Parameters
-        ----------
-        protocol : name of the score, such as `received`, `trained` or `unseen_trained@2`.
-        """
-        return self.model
-
-    def initial_seed(self) -> int:
-        """Return the seed of a new client's model, of which the arrays count that the server does not send."""
-        return sampling.derived_seed(self.task.seed, "model", self.task.client)
 
     # ---- one exchange --------------------------------------------------------------------------------------------
 
@@ -407,30 +386,33 @@ class FedClient(PositionalClient):
         The reply's arrays, n_k, and its metrics.
         """
         self.round = server_round
+        self.scoring = False
         self.restore(server_round, payload)
         self.receive(payload)
         metrics: dict[str, Any] = {}
         if "received" in self.task.protocols:
             metrics.update(self.measure("received", balanced))
-        scores, extras = self._train(payload, balanced)
-        metrics.update(scores)
-        # Nobody changes the model after this: it is sent and stored from its own memory.
-        arrays = {**selection.views(self.model, self.up_names(), sent=True), **extras}
+        extras, numbers = self._learn(payload)
+        if "trained" in self.task.protocols:
+            metrics.update(self.measure("trained", balanced))
+        # Nothing changes the model after this: it is sent and stored from its own memory.
+        sent = [name for name in self.up_names() if name not in extras]
+        arrays = {**selection.views(self.model, sent, sent=True), **extras}
         if not math.isnan(self.report.loss):
             metrics["train-loss"] = self.report.loss
         metrics["steps"] = self.report.steps
         metrics["train-seconds"] = self.report.seconds
-        metrics.update(self.reply_metrics())
+        metrics.update(numbers)
         if self.store is not None:
             self.store.save(server_round, self.state(), self._unread)
-            head = self.scored("trained").head.weight
+            head = self.model.head.weight
             self.store.note_head_norms(server_round, head.detach().double().norm(dim=1).cpu().numpy())
         return arrays, self.task.num_samples, metrics
 
     def evaluate_round(
         self, payload: Payload, server_round: int, *, balanced: bool = True, train: bool = False
     ) -> dict[str, Any]:
-        """Score the model as sent now (`received`); store nothing.
+        """Score the model as sent now (`received`); nothing is stored or sent.
 
         Parameters
         ----------
@@ -439,13 +421,18 @@ class FedClient(PositionalClient):
             round that was; a client that has never trained reports the score of the received model under both names.
         """
         self.round = server_round
+        self.scoring = True
         self.restore(server_round, payload, always=not train)
+        own_model = not self.down_names()
+        if own_model:
+            self.receive(payload)
         metrics: dict[str, Any] = {}
         trained = "trained" in self.task.protocols and not train
         if trained and self._loaded is not None:
             metrics.update(self.measure("trained", balanced, further=True))
             trained = False
-        self.receive(payload)
+        if not own_model:
+            self.receive(payload)
         scored = trained or "received" in self.task.protocols
         received = self.measure("received", balanced, further=True) if scored else {}
         if "received" in self.task.protocols:
@@ -456,15 +443,14 @@ class FedClient(PositionalClient):
 
     def train_to_score(self, payload: Payload, *, balanced: bool = True) -> dict[str, Any]:
         """Train once more after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
-        self.scoring = True
-        return self._train(payload, balanced, further=True)[0]
+        self._learn(payload)
+        return self.measure("trained", balanced, further=True) if "trained" in self.task.protocols else {}
 
     def tune_to_score(self, protocol: str = "tuned", *, balanced: bool = True) -> dict[str, Any]:
         """Fine-tune a copy of the model after `evaluate_round` or `meet`, and score it; nothing is stored or sent.
 
         The model is as received again afterwards; the copy is `self.tuned`.
         """
-        self.scoring = True
         received, self.model = self.model, copied(self.model)
         try:
             for phase in self.tuning():
@@ -474,20 +460,19 @@ class FedClient(PositionalClient):
         finally:
             self.model = received
 
-    def _train(self, payload: Payload, balanced: bool, further: bool = False) -> tuple[dict[str, Any], Arrays]:
-        """Train and score the result; return the `trained` scores and the reply's further arrays."""
-        extras = self._learn(payload)
-        return (self.measure("trained", balanced, further) if "trained" in self.task.protocols else {}), extras
+    def _learn(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Run the local training of a round; return the reply's further arrays and numbers."""
+        self.drop_statistics(self.model)
+        self.before_training(payload)
+        self.report = self.run_phases()
+        return self.after_training(payload)
 
-    def _learn(self, payload: Payload) -> Arrays:
-        """Run the local training of a round; return the reply's further arrays."""
+    def drop_statistics(self, model: nn.Module) -> None:
+        """Reset the running statistics of BatchNorm before a training with `buffers=drop`."""
         if self.task.buffers == "drop":
-            for module in (*self.model.modules(), *self.scored("trained").modules()):
+            for module in model.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.reset_running_stats()
-        self.before_training(payload)
-        self.report = self.optimise(payload)
-        return self.after_training(payload)
 
     def meet(self, payload: Payload, server_round: int, protocol: str, epochs: int) -> dict[str, Any]:
         """Score this client as one that the server has never heard of; nothing is stored or sent.
@@ -503,8 +488,7 @@ class FedClient(PositionalClient):
         self.receive(payload)
         if epochs:
             # Not in the task: KT-pFL has epochs of its own, and unseen clients of all methods train equally long.
-            spec = self.train_spec().replaced(local_epochs=epochs)
-            self.train_spec = lambda: spec  # type: ignore[method-assign]
+            self.newcomer_epochs = epochs
             self._learn(payload)
         return self.measure(protocol, balanced=True, further=True)
 
@@ -513,7 +497,7 @@ class FedClient(PositionalClient):
         self.round = server_round
         self.restore(server_round, payload)
         self.receive(payload)
-        arrays, metrics = self.answer(kind, payload)
+        arrays, metrics = self.answer_prepare(payload) if kind == "prepare" else self.answer(kind, payload)
         return arrays, self.task.num_samples, metrics
 
     # ---- pieces --------------------------------------------------------------------------------------------------
@@ -546,22 +530,17 @@ class FedClient(PositionalClient):
 
         `balanced` adds the balanced score, `further` the metrics that the run measures beside accuracy and loss.
         """
-        kept, self.model = self.model, self.scored(protocol)
-        try:
-            return self._measured(protocol, balanced, further)
-        finally:
-            self.model = kept
-
-    def _measured(self, protocol: str, balanced: bool, further: bool) -> dict[str, Any]:
         names = self.task.metrics if further else ()
         matrix = further and self.task.confusion and not self.newcomer
         more = {"probabilities": True} if names or matrix else {}
         scores = self.score(self.task.x_test, self.task.y_test, **more)
-        metrics: dict[str, Any] = {
-            f"{protocol}-correct": int(scores.correct.sum()),
-            f"{protocol}-total": scores.n,
-            f"{protocol}-loss-sum": scores.loss_sum,
-        }
+        metrics: dict[str, Any] = {}
+        for name, of in {protocol: scores, **scores.beside}.items():
+            metrics |= {
+                f"{name}-correct": int(of.correct.sum()),
+                f"{name}-total": of.n,
+                f"{name}-loss-sum": of.loss_sum,
+            }
         if more:
             labels = self.task.y_test.cpu().numpy()
             found = measured(names, labels, scores.probabilities)
@@ -573,13 +552,18 @@ class FedClient(PositionalClient):
             metrics[f"{protocol}-validation-correct"] = int(held_out.correct.sum())
             metrics[f"{protocol}-validation-total"] = held_out.n
         if balanced and self.task.x_union is not None and self.task.y_union is not None:
-            metrics[f"{protocol}-balanced"] = self.score(self.task.x_union, self.task.y_union).balanced
+            scores = self.score(self.task.x_union, self.task.y_union)
+            metrics |= {f"{name}-balanced": of.balanced for name, of in {protocol: scores, **scores.beside}.items()}
         return metrics
 
     def score(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
         """Score the current model on images x, (n, H, W, C) uint8, with labels y, (n,).
 
-        `probabilities` : keep those of every image, (n, num_classes), for metrics beside accuracy and loss.
+        A method whose predictions are not those of the stored model sets `alone` to False.
+
+        Parameters
+        ----------
+        probabilities : keep those of every image, (n, num_classes), for metrics beside accuracy and loss.
         """
         return evaluate(
             self.model, x, y, self.task.inputs, self.task.num_classes,
@@ -591,12 +575,6 @@ class FedClient(PositionalClient):
         self.model.eval()
         return batched(self.model.represent, self.task.x_train if x is None else x, self.task.inputs)
 
-    def feature_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield features (n, d) and labels (n,) of the training split, `ROWS` images at a time."""
-        for start in range(0, self.task.num_samples, ROWS):
-            part = slice(start, start + ROWS)
-            yield self.representations(self.task.x_train[part]), self.task.y_train[part]
-
     def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
         """Build the model as this client left it before `server_round`; a new client gets its seeded initial model."""
         skeleton = _skeleton(type(self), self.task.spec(0), self.hparams)
@@ -604,6 +582,7 @@ class FedClient(PositionalClient):
         self._loaded = None
         self._starts_from_state = always or self.needs_state or not covered
         self._unread = () if always else self._replaced(payload)
+        self.reference = payload.all()
         if self.store is not None and self._starts_from_state:
             self.stored = self._loaded = self.store.load(server_round, without=self._unread)
         elif self.store is not None:
@@ -614,7 +593,7 @@ class FedClient(PositionalClient):
         begins = self._loaded is None and not covered
         unread = self._looks() and not self._starts_from_state
         blank = () if self._looks() and not unread else payload.all().keys()
-        self.model = self._new(skeleton) if begins else copied(skeleton, blank)
+        self.model = self.initial_model() if begins else copied(skeleton, blank)
         if unread:  # a method that looks at it would else find an untrained model, the same at all clients
             state = self.model.state_dict()
             for name in payload.all().keys() & state.keys():
@@ -633,16 +612,19 @@ class FedClient(PositionalClient):
 
     def _looks(self) -> bool:
         """Whether the method may look at the model before it has what the server sent."""
-        kind = type(self)
-        return kind.restore is not FedClient.restore or kind.receive is not FedClient.receive
+        return type(self).receive is not FedClient.receive
 
-    def _new(self, skeleton: SplitModel) -> SplitModel:
-        """Return this client's own initial model; `skeleton` is another one of its form."""
-        spec = self.task.spec(self.initial_seed())
+    def initial_model(self) -> SplitModel:
+        """Return this client's own initial model, of which the arrays count that the server does not send."""
+        seed, spec = sampling.derived_seed(self.task.seed, "model", self.task.client), self.task.spec(0)
         # To find that out takes longer than one model, and the process of a real node makes no other.
-        if not process.real_node() and _redraws(type(self), self.task.spec(0), self.hparams):
-            return redrawn(skeleton, spec.seed)
-        return self.build_model(spec, self.hparams)
+        seeded = "" if process.real_node() else _seeded(type(self), spec, self.hparams)
+        skeleton = _skeleton(type(self), spec, self.hparams)
+        if seeded == "common":
+            return copied(skeleton).to(self.device)
+        if seeded == "own":
+            return redrawn(skeleton, seed).to(self.device)
+        return self.build_model(replace(spec, seed=seed), self.hparams).to(self.device)
 
     def state_facts(self) -> dict[str, Scalar]:
         """Return what the server must know of the state that a round has stored, to recognise it in the next one.
@@ -667,8 +649,7 @@ class FedClient(PositionalClient):
 
     def state(self) -> Arrays:
         """Return everything that is stored after the round."""
-        trained = self.scored("trained")
-        model = {f"model/{name}": a for name, a in selection.views(trained, trained.state_dict()).items()}
+        model = {f"model/{name}": a for name, a in selection.views(self.model, self.model.state_dict()).items()}
         return {**model, **{f"own/{name}": np.asarray(a) for name, a in self.own.items()}}
 
     def down_names(self) -> list[str]:
@@ -719,16 +700,29 @@ def _skeleton(client: type[FedClient], spec: ModelSpec, hparams: Any) -> SplitMo
 
 
 @functools.lru_cache(maxsize=16)
-def _redraws(client: type[FedClient], spec: ModelSpec, hparams: Any) -> bool:
-    """Return whether new random values make another client's initial model of a skeleton, tried with two seeds.
+def _seeded(client: type[FedClient], spec: ModelSpec, hparams: Any) -> str:
+    """Return how the values of an initial model follow from the client's seed, tried with two seeds.
 
-    A user's own function may do anything with its random numbers, so its models are always made by it.
+    Returns
+    -------
+    `own` : new random values make another client's initial model of a skeleton.   `common` : they are those of the
+    skeleton, whatever the seed is.   Empty : in another way. A user's own function may do anything with its random
+    numbers, so its models are always made by it.
     """
     if is_own(spec.name):
-        return False
+        return ""
     skeleton = _skeleton(client, spec, hparams)
-    pairs = ((client.build_model(replace(spec, seed=k), hparams), redrawn(skeleton, k)) for k in (1, 2))
-    return all(_same(a, b) for a, b in pairs)
+    pairs = [(client.build_model(replace(spec, seed=k), hparams), redrawn(skeleton, k)) for k in (1, 2)]
+    if all(_same(made, drawn) for made, drawn in pairs):
+        return "own"
+    return "common" if all(_same(made, skeleton) for made, _ in pairs) else ""
+
+
+def models_of(phase: Phase) -> list[SplitModel]:
+    """Return the models that a phase of `planned` trains."""
+    several = isinstance(phase.model, nn.ModuleList)
+    models: Any = phase.model if several else [phase.model]
+    return list(models)
 
 
 def _same(a: nn.Module, b: nn.Module) -> bool:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from clients.base import FedClient
 from clients.posthoc import PostHocClient, PostHocHParams
 from fedapp.core import gaussian, heads
 from fedapp.core.contrastive import squared_distance
@@ -97,7 +96,6 @@ class CCVRClient(PostHocClient):
     """Trains as the base method's client does, and answers with Gaussian statistics."""
 
     settings: ClassVar[CCVRHParams] = CCVRHParams()
-    received_head: list[Tensor]
 
     # ---- the model -----------------------------------------------------------------------------------------------
 
@@ -125,25 +123,6 @@ class CCVRClient(PostHocClient):
 
     # ---- clsprox -------------------------------------------------------------------------------------------------
 
-    def before_training(self, payload: Payload) -> None:
-        """Keep phi^{t-1}."""
-        super().before_training(payload)
-        self.received_head = self.snapshot("head.")
-
-    def step_loss(self, batch: Batch) -> Tensor:
-        """Return the base's loss + mu/2 ||phi - phi^{t-1}||^2; exactly the base's where mu is 0."""
-        loss = super().step_loss(batch)
-        if self.settings.clsprox == 0:
-            return loss
-        return loss + 0.5 * self.settings.clsprox * squared_distance(
-            list(self.model.head.parameters()), self.received_head
-        )
-
-    @classmethod
-    def adds_to_loss(cls) -> bool:
-        """Whether the base has a loss of its own, or clsprox adds to it."""
-        return cls.settings.clsprox > 0 or super().step_loss is not FedClient.step_loss
-
     # ---- the one exchange after training -------------------------------------------------------------------------
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
@@ -151,29 +130,47 @@ class CCVRClient(PostHocClient):
         s = self.settings
         if kind == "statistics":
             centres = payload.all()[CENTRES] if s.cov == "sums" else None
-            found = gaussian.to_arrays(self.moments(), s.cov, s.rank, s.dtype, centres)
+            found = gaussian.to_arrays(self.moments(kind), s.cov, s.rank, s.dtype, centres)
             return _named(STATISTICS, found), self.measure("received")
         if kind == "totals" and s.cov == "sums":
-            totals = gaussian.sums(self.moments())
+            totals = gaussian.sums(self.moments(kind))
             return _named(STATISTICS, {n: totals[n] for n in ("count", "sum")}), {}
         if kind == "features" and s.oracle:
             return _named(FEATURES, self.features()), {}
         return super().answer(kind, payload)
 
-    def moments(self) -> ClassMoments:
+    def moments(self, kind: str) -> ClassMoments:
         """Return count, mean and scatter of z, or of T(z), of every class that has `min_count` samples here."""
         s = self.settings
         found = ClassMoments(self.task.num_classes, self.model.width, gaussian.form_of(s.cov))
-        for z, label in self.described():
+        for z, label in self.described(kind):
             # Algorithm 1, lines 6 and 7; `to_arrays` divides by N_ck - 1 (Eq. 2).
             found.update(heads.tukey(z) if s.transform == "feature" else z, label)
         return found
 
     def features(self) -> Arrays:
         """Return the head's input for every training image, (n, d) float32, and the labels: for the oracle only."""
-        z, label = (torch.cat(parts) for parts in zip(*self.feature_batches()))
+        z, label = (torch.cat(parts) for parts in zip(*self.feature_batches("features")))
         z = heads.tukey(z) if self.settings.transforms_input else z
         return {"z": z.cpu().numpy(), "label": label.cpu().numpy()}
+
+
+class Proximal(PostHocClient):
+    """Adds a proximal term on the head to the base's loss (`clsprox`)."""
+
+    settings: ClassVar[CCVRHParams] = CCVRHParams()
+    received_head: list[Tensor]
+
+    def before_training(self, payload: Payload) -> None:
+        """Keep phi^{t-1}."""
+        super().before_training(payload)
+        self.received_head = self.snapshot("head.")
+
+    def step_loss(self, batch: Batch) -> Tensor:
+        """Return the base's loss + mu/2 ||phi - phi^{t-1}||^2."""
+        loss = super().step_loss(batch)  # first: the order in which gradients are added up decides their last bits
+        distance = squared_distance(list(self.model.head.parameters()), self.received_head)
+        return loss + 0.5 * self.settings.clsprox * distance
 
 
 def _named(prefix: str, arrays: Mapping[str, Array]) -> Arrays:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from clients.base import FedClient
 from fedapp.core.classmeans import ClassMeans, Rows
 from fedapp.lazy import Tensor
-from fedapp.learning.evaluation import BATCH
 from fedapp.method import Payload
 
 
@@ -39,14 +38,12 @@ class ClassMeansClient(FedClient):
 
     def collect(self, representations: Tensor, labels: Tensor) -> None:
         """Add the rows of a training step in the last epoch of `collect=train`."""
-        if self.hparams.collect == "train" and self.epoch == self.train_spec().local_epochs - 1:
+        if self.hparams.collect == "train" and self.epoch == self.training.local_epochs - 1:
             self.means.add(self.rows_of(representations), labels)
 
     def class_rows(self) -> Rows:
         """Return the means of the classes of the training split."""
         if self.hparams.collect == "eval":
-            x, y = self.task.x_train, self.task.y_train
-            for start in range(0, len(y), BATCH):
-                part = slice(start, start + BATCH)
-                self.means.add(self.rows_of(self.representations(x[part])), y[part])
+            for z, labels in self.feature_batches("train"):
+                self.means.add(self.rows_of(z), labels)
         return self.means.rows()

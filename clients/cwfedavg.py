@@ -129,12 +129,9 @@ class CwFedAvgClient(FedClient):
             return loss
         return loss + self.weight * wdr(self.model.head.weight, self.p)  # Eq. 8
 
-    def after_training(self, payload: Payload) -> Arrays:
-        """Return p_i where the run asks for it, else nothing."""
-        return {"distribution": self.distribution()} if self.hparams.dist == "empirical" else {}
-
-    def reply_metrics(self) -> dict[str, Any]:
-        """Return R after training, and the mean cross-entropy of the steps, of which `train-loss` is the sum with R."""
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Return p_i where the run asks for it; R, and the mean cross-entropy of the steps without R."""
+        arrays: Arrays = {"distribution": self.distribution()} if self.hparams.dist == "empirical" else {}
         entropy = {"cross-entropy": float(self.entropy) / self.seen} if self.seen else {}
         with torch.no_grad():
-            return {"wdr": float(wdr(self.model.head.weight, self.p)), **entropy}
+            return arrays, {"wdr": float(wdr(self.model.head.weight, self.p)), **entropy}

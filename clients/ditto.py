@@ -4,7 +4,7 @@
 | symbol (paper)   | here                                                                    |
 |------------------|-------------------------------------------------------------------------|
 | w^t              | the received model; `self.received`, its parameters                     |
-| w_k              | `self.model` after its own training, which is sent                      |
+| w_k              | `self.model` until it is trained, which is sent                         |
 | v_k              | `self.personal`, a whole model that never leaves; the one that predicts |
 | lambda           | `hparams.lam`                                                           |
 
@@ -15,6 +15,7 @@ w^t stays as it was received. v_k moves only when k takes part. What is stored a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,39 +50,36 @@ class DittoClient(PrivateClient):
     """FedAvg's client, with a personal model beside it."""
 
     needs_state = True
-    personal: SplitModel
     received: list[Tensor]
 
-    def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
-        """Restore v_k; a new client's is an initial model, not what was sent."""
-        super().restore(server_round, payload, always)
-        if self._loaded is None:
-            self.model = self.build_model(self.task.spec(self.initial_seed()), self.hparams).to(self.device)
-        self.personal = self.model
+    @functools.cached_property
+    def personal(self) -> SplitModel:
+        """v_k, which is the client's model until `receive` has put w^t in its place."""
+        return self.model
 
     def receive(self, payload: Payload) -> None:
-        """Put w^t beside v_k."""
+        """Put w^t beside v_k; that of a new client is an initial model, not what was sent."""
+        self.personal = self.initial_model() if self._loaded is None else self.model
         self.model = copied(self.personal)
         selection.merge(self.model, names.under(BUFFERS, self.own))
         super().receive(payload)
 
     def before_training(self, payload: Payload) -> None:
         """Keep w^t, which the training of w_k changes in place."""
+        self.drop_statistics(self.personal)
         self.received = self.snapshot()
 
     def phases(self) -> Sequence[Phase]:
         """Return the training of w_k and that of v_k, on the same batches; a newcomer, which sends nothing, has one."""
-        spec = self.train_spec()
-        if not self.newcomer:
-            spec = spec.replaced(local_epochs=self.phase_epochs()[1])
-        parameters = list(self.personal.parameters())
-        personal = Phase(self.personal_loss, spec, model=self.personal, parameters=parameters)
-        return [personal] if self.newcomer else [*super().phases(), personal]
+        spec, epochs = self.training, self.hparams.personal_epochs
+        if self.newcomer:
+            return [Phase(self.personal_loss, spec, model=self.personal)]
+        own = spec if epochs is None else spec.replaced(local_epochs=epochs)
+        return [*super().phases(), Phase(self.personal_loss, own, model=self.personal)]
 
-    def phase_epochs(self) -> Sequence[int]:
-        """Return the passes over w_k and over v_k."""
-        epochs, personal = self.train_spec().local_epochs, self.hparams.personal_epochs
-        return [epochs, epochs if personal is None else personal]
+    def step_loss(self, batch: Batch) -> Tensor:
+        """Return F_k(w) of w_k; `train-loss` is that of the last phase, h_k."""
+        return super().step_loss(batch)
 
     def personal_loss(self, batch: Batch) -> Tensor:
         """Return h_k(v; w^t) = F_k(v) + lambda/2 ||v - w^t||^2; exactly Standalone's loss where lambda is 0."""
@@ -91,24 +89,10 @@ class DittoClient(PrivateClient):
             return loss
         return loss + 0.5 * lam * squared_distance(list(self.personal.parameters()), self.received)
 
-    def after_training(self, payload: Payload) -> Arrays:
-        """Keep what w_k needs of itself; nothing but w_k is sent."""
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Send w_k, keep what it needs of itself, and go on with v_k, which is scored and stored."""
+        sent = selection.views(self.model, self.up_names(), sent=True)
         left = sorted(selection.float_buffers(self.model) - set(self.down_names()))
         self.own = {BUFFERS + name: array for name, array in selection.extract(self.model, left).items()}
-        return super().after_training(payload)
-
-    def scored(self, protocol: str) -> SplitModel:
-        """Return v_k, but w^t for scores of what was received."""
-        return self.model if "received" in protocol else self.personal
-
-    @classmethod
-    def adds_to_loss(cls) -> bool:
-        """`train-loss` is that of v_k, with the pull."""
-        return True
-
-    @classmethod
-    def epochs_in(cls, server_round: int, local_epochs: int, hparams: Any) -> int:
-        """Return the passes over both models."""
-        if not server_round:
-            return 0
-        return local_epochs + (local_epochs if hparams.personal_epochs is None else int(hparams.personal_epochs))
+        self.model = self.personal
+        return sent, {}

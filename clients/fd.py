@@ -14,7 +14,7 @@ the distribution).  A sample whose label has no target adds zero and still count
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -99,7 +99,7 @@ class FDClient(ClassMeansClient):
         total: Tensor = loss + self.hparams.gamma * distilled
         return total
 
-    def after_training(self, payload: Payload) -> Arrays:
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Return `outputs` (S, C) and `labels` (S,)."""
         rows = self.class_rows()
-        return {"outputs": rows.values, "labels": rows.labels}
+        return {"outputs": rows.values, "labels": rows.labels}, {}

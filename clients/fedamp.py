@@ -12,15 +12,17 @@ Eq. 8, local problem:  w_i <- argmin_w F_i(w) + lambda / (2 alpha_k) ||w - u_i||
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from clients.base import FedClient
 from fedapp.core.contrastive import squared_distance
 from fedapp.lazy import Tensor
+from fedapp.learning.state import ClientStore
+from fedapp.learning.task import Task
 from fedapp.learning.training import Batch
-from fedapp.method import Arrays, BaseHParams, Payload
+from fedapp.method import Arrays, BaseHParams, Method, Payload
 from fedapp.models import selection
 
 
@@ -53,9 +55,9 @@ class FedAMPClient(FedClient):
     mix: list[Tensor]
     left: Arrays | None = None
 
-    def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
-        """Read the stored model if training starts from it, although the server sends a whole model."""
-        super().restore(server_round, payload, always or self.hparams.start == "own")
+    def __init__(self, task: Task, method: Method, hparams: Any, store: ClientStore | None = None) -> None:
+        super().__init__(task, method, hparams, store)
+        self.needs_state = hparams.start == "own"  # training starts from it, although the server sends a whole model
 
     def receive(self, payload: Payload) -> None:
         """Take over u_i; set the own model aside if training starts from it."""

@@ -47,15 +47,11 @@ class FedBABUHParams(BaseHParams):
 class FedBABUClient(FedClient):
     """Trains the body under a head that stays as it is."""
 
-    def check_training(self) -> None:
-        """Refuse a body of which nothing is trained."""
-        super().check_training()
-        if not any(p.requires_grad for model in self.trained_models() for p in model.features.parameters()):
-            raise BadRequest("fedbabu trains the body alone, and freeze leaves nothing of it: freeze fewer layers")
-
     def phases(self) -> Sequence[Phase]:
-        """Train the body."""
-        return [Phase(self.step_loss, self.train_spec(), BODY)]
+        """Train the body, of which `freeze` must leave something."""
+        if not any(p.requires_grad for p in self.model.features.parameters()):
+            raise BadRequest("fedbabu trains the body alone, and freeze leaves nothing of it: freeze fewer layers")
+        return [Phase(self.step_loss, self.training, BODY)]
 
     def tuning(self) -> Sequence[Phase]:
         """Train what `tune` says, on batches of its own."""

@@ -17,15 +17,16 @@ features, which diverges under SGD. `preset` chooses; the default normalises.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from clients.base import FedClient
-from fedapp import sampling
 from fedapp.core.contrastive import l2_distance, mse_half, supcon
 from fedapp.lazy import Tensor, torch
-from fedapp.learning.training import Batch, rate_in, train
+from fedapp.learning.training import BETAS, Batch, Phase
 from fedapp.method import BaseHParams, Payload
 
 
@@ -85,13 +86,7 @@ class FedClassAvgHParams(BaseHParams):
 class FedClassAvgClient(FedClient):
     """Trains trunk and head on cross-entropy, supervised contrastive and proximal terms."""
 
-    views = 2
     received_head: list[Tensor]
-
-    @classmethod
-    def epochs_in(cls, server_round: int, local_epochs: int, hparams: Any) -> int:
-        """Return the epochs of a round, and those of the warm-up."""
-        return super().epochs_in(server_round, local_epochs, hparams) if server_round else hparams.chosen.warmup_epochs
 
     def receive(self, payload: Payload) -> None:
         """Warm up the trunk before the client's first round if asked to, then take the received arrays.
@@ -105,13 +100,10 @@ class FedClassAvgClient(FedClient):
         if epochs and fresh and self.store is not None:  # without a store every round would be the first one
             # The proximal term of the warm-up refers to the client's own initial head: none has been received yet.
             self.received_head = self.snapshot("head.")
-            spec = self.train_spec().replaced(local_epochs=epochs)
-            task = self.task
-            train(
-                self.model, task.x_train, task.y_train, spec, task.inputs, self.step_loss,
-                sampling.torch_generator(task.seed, "warm-up", 1, task.client), views=self.views,
-                betas=self.adam_betas(), rate=rate_in(1, task.rates, task.train.lr),
-            )  # fmt: skip
+            now, self.round = self.round, 1
+            (phase,) = self.phases()
+            self.run_phase(replace(phase, spec=self.training.replaced(local_epochs=epochs), draws="warm-up"))
+            self.round = now
         super().receive(payload)
 
     def before_training(self, payload: Payload) -> None:
@@ -136,6 +128,6 @@ class FedClassAvgClient(FedClient):
             loss = loss + hparams.rho * distance(list(self.model.head.parameters()), self.received_head)
         return loss
 
-    def adam_betas(self) -> tuple[float, float]:
-        """The released code's Adam."""
-        return (self.hparams.beta1, 0.999)
+    def phases(self) -> Sequence[Phase]:
+        """Return the training on two views, with the released code's Adam."""
+        return [Phase(self.step_loss, self.training, views=2, betas=(self.hparams.beta1, BETAS[1]))]

@@ -85,17 +85,13 @@ class FedDBEClient(FedClient):
         super().receive(rest)
         self.target = torch.from_numpy(own["mean"].copy()).to(self.device) if own else None
 
-    def reference(self, payload: Payload) -> Arrays:
-        """Return the model's arrays."""
-        return names.split(payload, PREFIX)[0].all()
-
     def before_training(self, payload: Payload) -> None:
         """Begin the running mean at 0."""
         self.mean = torch.zeros(self.model.width, device=self.device)
 
     def phases(self) -> Sequence[Phase]:
         """Train everything; before there is a z-bar^g, all but the private vector."""
-        return [Phase(self.step_loss, self.train_spec(), ALL if self.target is None else ("",))]
+        return [Phase(self.step_loss, self.training, ALL if self.target is None else ("",))]
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return cross-entropy and, once there is a z-bar^g, the distance of the mean to it."""
@@ -108,10 +104,10 @@ class FedDBEClient(FedClient):
             return loss
         return loss + mean_regulariser(self.mean, self.target, kappa)
 
-    def after_training(self, payload: Payload) -> Arrays:
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Return `dbe/mean`, (d,) float32, in the round that has no z-bar^g yet."""
         if self.target is not None:
-            return {}
+            return {}, {}
         split = self.hparams.mean == "split"
         mean = self.representations().double().mean(dim=0) if split else self.mean.detach()
-        return {MEAN: mean.float().cpu().numpy()}
+        return {MEAN: mean.float().cpu().numpy()}, {}

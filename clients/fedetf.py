@@ -103,7 +103,7 @@ class FedETFClient(FedClient):
 
     def tuning(self) -> Sequence[Phase]:
         """Train all but M on the local loss; then M and the projection in turn."""
-        p, spec, _ = self.hparams, self.train_spec(), self.prior
+        p, spec, _ = self.hparams, self.training, self.prior
         if not p.etf:
             return [Phase(self.step_loss, spec.replaced(local_epochs=p.tune_epochs), ALL, "tune")]
         self.model.etf.requires_grad_(True)  # of the copy

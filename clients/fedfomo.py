@@ -110,7 +110,6 @@ class FedFomoClient(FedClient):
     """Moves towards the models that do better on its validation split, then trains on the rest."""
 
     values: tuple[float, ...] = ()
-    mixed: Arrays
 
     def __init__(self, task: Task, method: Method, hparams: Any, store: ClientStore | None = None) -> None:
         if task.x_validation is not None and task.y_validation is not None and len(task.y_validation):
@@ -137,8 +136,12 @@ class FedFomoClient(FedClient):
         own = selection.extract(self.model, self.down_names())
         if OWN_SLOT in payload.scalars:
             models.insert(int(payload.scalars[OWN_SLOT]), own)
-        if not models:
-            return
+        if models:
+            self.move(own, models)
+        self.reference = selection.extract(self.model, self.up_names())
+
+    def move(self, own: Arrays, models: Sequence[Arrays]) -> None:
+        """Replace the own model by the mix of it and of `models`."""
         base = names.under(BEFORE, self.own) or own  # theta_i^(l-1)
         selection.merge(self.model, base)
         loss = self.validation_loss()
@@ -154,20 +157,15 @@ class FedFomoClient(FedClient):
         selection.merge(self.model, mixed)
 
     def before_training(self, payload: Payload) -> None:
-        """Keep the mixed model, from which training starts."""
-        self.mixed = selection.extract(self.model, self.up_names())
+        """Keep the mixed model, from which training starts, where other models are compared with it."""
         if self.hparams.baseline == "before":
-            self.own = {BEFORE + n: a for n, a in self.mixed.items()}
-
-    def reference(self, payload: Payload) -> Arrays:
-        """Return the mixed model: the payload may hold no model of this client's own."""
-        return self.mixed
+            self.own = {BEFORE + n: a for n, a in self.reference.items()}
 
     def validation_loss(self) -> float:
         """Mean cross-entropy of the present model on the validation split, in evaluation mode without gradients."""
         return self.score(self.x_validation, self.y_validation).loss
 
-    def reply_metrics(self) -> dict[str, Any]:
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Return v_n for each slot, zeros for slots that were empty."""
         empty = self.hparams.models - len(self.values)
-        return {"fomo-weights": [*self.values, *[0.0] * empty]} if self.hparams.models else {}
+        return {}, {"fomo-weights": [*self.values, *[0.0] * empty]} if self.hparams.models else {}

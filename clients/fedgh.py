@@ -58,23 +58,25 @@ class FedGHHParams(BaseHParams):
 class FedGHClient(FedClient):
     """Trains extractor and received header, then sends one mean representation per class."""
 
-    lar_seconds: float
+    block = 4096
 
-    def after_training(self, payload: Payload) -> Arrays:
-        """Return what the server trains the header on."""
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Return what the server trains the header on, and the seconds that it took.
+
+        The paper expects half of the seconds of one epoch.
+        """
         started = time.perf_counter()
         arrays = self.lars()
-        self.lar_seconds = time.perf_counter() - started
-        return arrays
+        return arrays, {"lar-seconds": time.perf_counter() - started}
 
     def lars(self) -> Arrays:
         """Return the LARs: `lar` (S_k, d) float32 and `labels` (S_k,) int32, ascending."""
         labels, counts = torch.unique(self.task.y_train, return_counts=True)
         labels = labels[counts >= self.hparams.min_class_count]
         counts = counts[counts >= self.hparams.min_class_count]
-        # Eq. 3. In float64, so that the sum does not depend on ROWS; as a product, whose order is fixed on a GPU too.
+        # Eq. 3. In float64, so that `block` does not matter; as a product, whose order is fixed on a GPU too.
         sums = torch.zeros(len(labels), self.model.width, dtype=torch.float64, device=self.device)
-        for z, y in self.feature_batches() if len(labels) else ():
+        for z, y in self.feature_batches("train") if len(labels) else ():
             member = (y == labels[:, None]).double()  # (S_k, rows)
             sums += member @ z.double()
             self.saw(z, y)
@@ -83,7 +85,3 @@ class FedGHClient(FedClient):
 
     def saw(self, representations: Tensor, labels: Tensor) -> None:
         """Take note of a part of the pass for the LARs: representations (n, d) with labels (n,)."""
-
-    def reply_metrics(self) -> dict[str, Any]:
-        """Return the wall-clock seconds of extracting the LARs: the paper expects half of those of one epoch."""
-        return {"lar-seconds": self.lar_seconds}

@@ -11,7 +11,7 @@ Mean and spread come from the same pass over the training images, in evaluation 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -43,11 +43,11 @@ class FedGHGClient(FedGHClient):
 
     spread: ClassMoments
 
-    def after_training(self, payload: Payload) -> Arrays:
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Return FedGH's `lar` and `labels`, `cov` (S, d) or (S, d (d + 1) / 2) float32, and `counts` (S,) int32."""
         full = self.hparams.cov == "full"
         self.spread = ClassMoments(self.task.num_classes, self.model.width, "full" if full else "diag")
-        arrays = super().after_training(payload)
+        arrays, numbers = super().after_training(payload)
         labels = arrays["labels"].tolist()
         if self.hparams.cov != "none":
             d = self.model.width
@@ -57,7 +57,7 @@ class FedGHGClient(FedGHClient):
             arrays["cov"] = cov
         if self.hparams.weights == "count":
             arrays["counts"] = self.task.class_counts()[labels].astype(np.int32)
-        return arrays
+        return arrays, numbers
 
     def saw(self, representations: Tensor, labels: Tensor) -> None:
         """Add to the spread of each class."""

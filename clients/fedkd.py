@@ -114,9 +114,9 @@ class FedKDClient(MutualClient):
         # `from_numpy` shares memory, and the private state must stay as it is until the round is over.
         self.hidden_map = nn.Parameter(torch.from_numpy(self.own["hidden_map"]).clone().to(self.device))
 
-    def parameters(self) -> list[dict[str, Any]]:
-        """Optimise both models and W_h, each clipped by itself."""
-        return [*super().parameters(), {"params": [self.hidden_map]}]
+    def groups(self) -> list[dict[str, Any]]:
+        """Return both models and W_h, each clipped by itself."""
+        return [*super().groups(), {"params": [self.hidden_map]}]
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return the sum of both losses."""
@@ -127,13 +127,9 @@ class FedKDClient(MutualClient):
         )
         return mentor + mentee
 
-    def after_training(self, payload: Payload) -> Arrays:
-        """Return the mentee's update under `small/`, compressed; keep W_h."""
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Return the mentee's update under `small/`, compressed, and the version of the mentee; keep W_h."""
         self.own["hidden_map"] = self.hidden_map.detach().cpu().numpy().copy()
         base = self.base()
         update = {name: array - base[name] for name, array in small_arrays(self.small).items()}
-        return prefixed(compress(update, float(payload.scalars["energy"])))
-
-    def reply_metrics(self) -> dict[str, Any]:
-        """Return which version of the mentee this client holds now."""
-        return {"version": int(self.own["version"])}
+        return prefixed(compress(update, float(payload.scalars["energy"]))), {"version": int(self.own["version"])}

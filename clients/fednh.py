@@ -54,11 +54,11 @@ class FedNHClient(FedClient):
 
         return PrototypeModel(base, scale=hparams.scale, train_scale=hparams.train_scale, seed=spec.seed)
 
-    def after_training(self, payload: Payload) -> Arrays:
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Return n_kc mu_kc, (C, d) float32 with zero rows for absent classes, and n_kc, (C,) int32."""
         z = F.normalize(self.representations(), dim=1)
         y = self.task.y_train
         sums = z.new_zeros(self.task.num_classes, z.shape[1], dtype=torch.float64).index_add_(0, y, z.double())
         count = torch.bincount(y, minlength=self.task.num_classes)
         proto_sum = count[:, None] * F.normalize(sums, dim=1)
-        return {PROTO_SUM: proto_sum.float().cpu().numpy(), COUNT: count.int().cpu().numpy()}
+        return {PROTO_SUM: proto_sum.float().cpu().numpy(), COUNT: count.int().cpu().numpy()}, {}

@@ -79,10 +79,6 @@ class FedPACClient(FedClient):
         self.global_means = torch.from_numpy(found["proto"].astype(np.float32)).to(self.device)
         self.known = torch.from_numpy(found["known"]).to(self.device).bool()
 
-    def reference(self, payload: Payload) -> Arrays:
-        """Return the model as received."""
-        return names.split(payload, PAC)[0].all()
-
     def class_statistics(self) -> ClassStatistics:
         """Return the moments of the training split with the present body."""
         return class_statistics(self.representations(), self.task.y_train, self.task.num_classes)
@@ -98,32 +94,23 @@ class FedPACClient(FedClient):
 
     def phases(self) -> Sequence[Phase]:
         """Return both phases; a newcomer trains its head alone, as in FedRep."""
-        spec, rate = self.train_spec(), self.hparams.head_rate
+        spec, rate = self.training, self.hparams.head_rate
         head, faster = spec.replaced(local_epochs=self.hparams.head_epochs, lr=rate * spec.lr), rate * self.rate
         if self.newcomer:
-            return [Phase(self.step_loss, head.replaced(local_epochs=spec.local_epochs), HEAD, rate=faster)]
-        return [Phase(self.step_loss, head, HEAD, rate=faster), Phase(self.body_loss, spec, BODY, "batches.body")]
+            return [Phase(super().step_loss, head.replaced(local_epochs=spec.local_epochs), HEAD, rate=faster)]
+        body = Phase(self.step_loss, spec, BODY, "batches.body")
+        return [Phase(super().step_loss, head, HEAD, rate=faster), body]
 
-    def body_loss(self, batch: Batch) -> Tensor:
-        """Return CE + mu * mean (h - c_y)^2; exactly FedRep's loss where mu is 0 or no class mean is known."""
+    def step_loss(self, batch: Batch) -> Tensor:
+        """Return the body's loss, CE + mu * mean (h - c_y)^2; FedRep's where mu is 0 or no class mean is known."""
         if not self.pulled:
-            return self.step_loss(batch)
+            return super().step_loss(batch)
         z = self.model.represent(batch.x)
         pull = F.mse_loss(z, self.target[batch.y])
         return self.cross_entropy(self.model.classify(z), batch.y) + self.lam * pull
 
-    @classmethod
-    def adds_to_loss(cls) -> bool:
-        """`train-loss` is that of the body's phase, with the pull."""
-        return True
-
-    @classmethod
-    def epochs_in(cls, server_round: int, local_epochs: int, hparams: Any) -> int:
-        """Return the passes of both phases."""
-        return local_epochs + int(hparams.head_epochs) if server_round else 0
-
-    def after_training(self, payload: Payload) -> Arrays:
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Return what the server combines heads by, and the class means with the new body."""
         found = self.class_statistics()
         after = {"proto": found.means.float().cpu().numpy(), "count": found.counts.int().cpu().numpy()}
-        return {PAC + name: array for name, array in {**self.before, **after}.items()}
+        return {PAC + name: array for name, array in {**self.before, **after}.items()}, {}

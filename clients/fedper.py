@@ -12,13 +12,16 @@ W_Pj. FedRep and Ditto start their private parts as it does.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
 from clients.base import FedClient
-from fedapp import sampling
+from fedapp.learning.task import ModelSpec, with_common_seed
 from fedapp.method import ALL, NONE, BaseHParams
+
+if TYPE_CHECKING:
+    from fedapp.models import SplitModel
 
 
 class PrivateHParams(BaseHParams):
@@ -62,8 +65,7 @@ class FedPerHParams(PrivateHParams):
 class PrivateClient(FedClient):
     """A client with private parts, of which `hparams.start` says where they start."""
 
-    def initial_seed(self) -> int:
-        """Return the seed of the server's initial model, or one of the client's own."""
-        if self.hparams.start == "common":
-            return sampling.server_model_seed(self.task.seed)
-        return super().initial_seed()
+    @classmethod
+    def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
+        """Build the model with the values of the server's initial model, or with a client's own."""
+        return super().build_model(with_common_seed(spec) if hparams.start == "common" else spec, hparams)

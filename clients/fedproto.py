@@ -14,7 +14,7 @@ has no global prototype adds zero and still counts in the mean; in round 1 nothi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -24,9 +24,6 @@ from fedapp.lazy import Tensor, torch
 from fedapp.learning.evaluation import Scores, evaluate
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
-
-if TYPE_CHECKING:
-    pass
 
 
 class FedProtoHParams(BaseHParams):
@@ -82,21 +79,14 @@ class FedProtoClient(ClassMeansClient):
     known: Tensor
     nearest: Scores | None = None
 
-    def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
-        """Restore the own model and take the prototypes (M, r) with their labels (M,).
-
-        This happens here and not in `receive`, so that the model as last trained is scored with them too.
-        """
-        super().restore(server_round, payload, always)
+    def receive(self, payload: Payload) -> None:
+        """Take the prototypes (M, r) with their labels (M,); the model stays the client's own."""
         arrays = payload.all()
         labels = torch.from_numpy(arrays["labels"].astype(np.int64)).to(self.device)
         self.prototypes = torch.zeros(self.task.num_classes, self.model.width, device=self.device)
         self.prototypes[labels] = torch.from_numpy(arrays["protos"].astype(np.float32)).to(self.device)
         self.known = torch.zeros(self.task.num_classes, dtype=torch.bool, device=self.device)
         self.known[labels] = True
-
-    def receive(self, payload: Payload) -> None:
-        """Leave the model alone: it is the client's own."""
 
     def before_training(self, payload: Payload) -> None:
         """Also score nearest-prototype prediction, with the prototypes that were received."""
@@ -116,28 +106,17 @@ class FedProtoClient(ClassMeansClient):
         total: Tensor = loss + lam * pull  # Eq. 7
         return total
 
-    def after_training(self, payload: Payload) -> Arrays:
-        """Return the class means of Eq. 3: `protos` (S, r), `labels` (S,) and, if asked for, `counts` (S,)."""
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Return the class means of Eq. 3, and how many test images the nearest received prototype got right.
+
+        The arrays are `protos` (S, r), `labels` (S,) and, if asked for, `counts` (S,).
+        """
         rows = self.class_rows()
         counts = {"counts": rows.counts.astype(np.int32)} if self.hparams.average == "count" else {}
-        return {"protos": rows.values, "labels": rows.labels, **counts}
-
-    def reply_metrics(self) -> dict[str, Any]:
-        """Return how many test images the nearest received prototype classifies correctly."""
+        arrays = {"protos": rows.values, "labels": rows.labels, **counts}
         if self.nearest is None:
-            return {}
-        return {"prototype-correct": int(self.nearest.correct.sum()), "prototype-total": self.nearest.n}
-
-    @classmethod
-    def alone(cls, hparams: Any) -> bool:
-        """The head predicts, unless the nearest prototype does."""
-        return bool(hparams.inference != "prototype")
-
-    def score(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
-        """Score with the head, or by the nearest prototype if `inference` says so and there is one."""
-        if self.hparams.inference == "prototype" and bool(self.known.any()):
-            return self.score_nearest(x, y, probabilities)
-        return super().score(x, y, probabilities)
+            return arrays, {}
+        return arrays, {"prototype-correct": int(self.nearest.correct.sum()), "prototype-total": self.nearest.n}
 
     def score_nearest(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
         """Score nearest-prototype prediction on images (n, H, W, C) uint8."""
@@ -145,3 +124,13 @@ class FedProtoClient(ClassMeansClient):
 
         classifier = NearestPrototype(self.model, self.prototypes, self.known)
         return evaluate(classifier, x, y, self.task.inputs, self.task.num_classes, probabilities=probabilities)
+
+
+class NearestPrototypeClient(FedProtoClient):
+    """Predicts by the nearest prototype that it was sent (`inference=prototype`)."""
+
+    alone = False
+
+    def score(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
+        """Score by the nearest prototype, or with the head as long as there is none."""
+        return (self.score_nearest if bool(self.known.any()) else super().score)(x, y, probabilities)

@@ -14,7 +14,7 @@ f_i is the mean cross-entropy. Each phase has an optimizer of its own, and what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -45,28 +45,13 @@ class FedRepClient(PrivateClient):
 
     def phases(self) -> Sequence[Phase]:
         """Return both phases; a newcomer trains its head alone, on the body that the others have made."""
-        spec, hparams = self.train_spec(), self.hparams
+        spec, hparams = self.training, self.hparams
         if hparams.phases == "joint":
             return super().phases()
         if self.newcomer:
             return [Phase(self.step_loss, spec, HEAD)]
-        head_epochs, body_epochs = self.phase_epochs()
+        body = spec if hparams.body_epochs is None else spec.replaced(local_epochs=hparams.body_epochs)
         return [
-            Phase(self.step_loss, spec.replaced(local_epochs=head_epochs), HEAD),
-            Phase(self.step_loss, spec.replaced(local_epochs=body_epochs), BODY, "batches.body"),
+            Phase(self.step_loss, spec.replaced(local_epochs=hparams.head_epochs), HEAD),
+            Phase(self.step_loss, body, BODY, "batches.body"),
         ]
-
-    def phase_epochs(self) -> Sequence[int]:
-        """Return the passes for the head and for the body."""
-        epochs, hparams = self.train_spec().local_epochs, self.hparams
-        if hparams.phases == "joint":
-            return [epochs]
-        return [hparams.head_epochs, epochs if hparams.body_epochs is None else hparams.body_epochs]
-
-    @classmethod
-    def epochs_in(cls, server_round: int, local_epochs: int, hparams: Any) -> int:
-        """Return the passes of both phases."""
-        if not server_round or hparams.phases == "joint":
-            return super().epochs_in(server_round, local_epochs, hparams)
-        body_epochs = local_epochs if hparams.body_epochs is None else hparams.body_epochs
-        return int(hparams.head_epochs + body_epochs)

@@ -18,6 +18,7 @@ V and u start at 0: z_p is z_g at first, and the server's model, which has no P-
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -25,8 +26,8 @@ from pydantic import Field
 from clients.base import FedClient
 from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import ModelSpec
-from fedapp.learning.training import Batch
-from fedapp.method import BaseHParams, Payload
+from fedapp.learning.training import Batch, Phase
+from fedapp.method import Arrays, BaseHParams, Payload
 
 if TYPE_CHECKING:
     from clients._models import RoDModel
@@ -75,8 +76,12 @@ class FedRoDClient(FedClient):
         self.log_prior = log_prior(counts, self.hparams.gamma, self.hparams.absent)
         self.losses, self.seen = torch.zeros(2, device=self.device), 0
 
-    def parameters(self) -> list[dict[str, Any]]:
-        """Optimise both parts in groups: clipped together, the personal gradient would change the generic step."""
+    def phases(self) -> Sequence[Phase]:
+        """Train both parts at once."""
+        return [Phase(self.step_loss, self.training, parameters=self.groups)]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return both parts in groups: clipped together, the personal gradient would change the generic step."""
         named = list(self.model.named_parameters())
         groups = ([p for n, p in named if n.startswith(PERSONAL) is personal] for personal in (False, True))
         return [{"params": group} for group in groups]
@@ -92,9 +97,9 @@ class FedRoDClient(FedClient):
         self.seen += len(batch.y)
         return generic + personal
 
-    def reply_metrics(self) -> dict[str, Any]:
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Return the mean of each loss over the steps, of which `train-loss` is the sum."""
         if not self.seen:
-            return {}
+            return {}, {}
         generic, personal = (float(v) for v in (self.losses / self.seen).cpu().numpy())
-        return {"generic-loss": generic, "personal-loss": personal}
+        return {}, {"generic-loss": generic, "personal-loss": personal}

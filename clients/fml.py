@@ -13,7 +13,7 @@ Per batch (Eqs. 4 and 5), where each loss takes the other model's prediction as 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -68,6 +68,6 @@ class FMLClient(MutualClient):
         local, meme = mutual_losses(z_l, z_m, batch.y, self.hparams, self.cross_entropy)
         return local + meme
 
-    def after_training(self, payload: Payload) -> Arrays:
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Return the meme under `small/`."""
-        return prefixed(small_arrays(self.small))
+        return prefixed(small_arrays(self.small)), {}

@@ -68,15 +68,11 @@ class IFCAClient(FedClient):
             self.losses = tuple(losses)
             self.choice = choose(losses)
             selection.merge(self.model, models[self.choice])
+            self.reference = {**rest.all(), **models[self.choice]}
 
-    def reference(self, payload: Payload) -> Arrays:
-        """Return the model that was chosen."""
-        rest, models = split_payload(payload)
-        return {**rest.all(), **(models[self.choice] if models else {})}
-
-    def reply_metrics(self) -> dict[str, Any]:
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Return hat j."""
-        return {"ifca-cluster": self.choice}
+        return {}, {"ifca-cluster": self.choice}
 
     def _covered(self, payload: Payload) -> bool:
         """Whether any one cluster's model, with what is shared by all, is a whole model."""

@@ -14,6 +14,7 @@ images;  3. predict D_r. Distillation and prediction see the same images in the 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -24,10 +25,9 @@ from fedapp.core.distillation import divergence_to, soften
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning.evaluation import batched
-from fedapp.learning.training import Batch, TrainReport, train
+from fedapp.learning.training import Batch, Phase
 from fedapp.method import Arrays, BaseHParams, Payload, Scalar
 from fedapp.models import selection
-from fedapp.settings import TrainingSettings
 
 
 class KTpFLHParams(BaseHParams):
@@ -96,7 +96,7 @@ def distillation_loss(logits: Tensor, target: Tensor, hparams: KTpFLHParams) -> 
 class KTpFLClient(FedClient):
     """Distils its own mixture of predictions, trains on its own images, predicts the public set."""
 
-    target: Tensor
+    target: Tensor | None = None
 
     @property
     def public(self) -> Tensor:
@@ -115,14 +115,6 @@ class KTpFLClient(FedClient):
         size: int = self.hparams.public_batch or self.task.train.batch_size
         return size
 
-    def check_batches(self) -> None:
-        """Refuse single public images too, unless BatchNorm is frozen while distilling."""
-        super().check_batches()
-        if self.hparams.distil_epochs and not self.hparams.freeze_bn and min(len(self.public), self.public_batch) == 1:
-            self.refuse_single(
-                "distillation is on one public image at a time", "give more, or public_batch = 2 or more"
-            )
-
     def receive(self, payload: Payload) -> None:
         """Take the target; the model stays the client's own."""
         target = payload.all()["target"].astype(np.float32)
@@ -130,34 +122,23 @@ class KTpFLClient(FedClient):
             raise BadRequest(f"the server mixes {len(target)} public images, this client has {len(self.public)}")
         self.target = torch.from_numpy(target).to(self.device)
 
-    @classmethod
-    def epochs_in(cls, server_round: int, local_epochs: int, hparams: Any) -> int:
-        """Return the epochs of a round, which grow if asked for."""
-        growing = hparams.epochs == "growing"
-        return min(server_round, 20) if growing else super().epochs_in(server_round, local_epochs, hparams)
+    def phases(self) -> Sequence[Phase]:
+        """Distil if there is a target, then train; a newcomer's epochs do not grow."""
+        own = self.training
+        if self.hparams.epochs == "growing" and not self.newcomer:
+            own = own.replaced(local_epochs=min(max(self.round, 1), 20))
+        return [*self.distillation(), Phase(self.step_loss, own)]
 
-    def train_spec(self) -> TrainingSettings:
-        """Return the run's settings, with growing epochs if asked for."""
-        spec = super().train_spec()
-        if self.hparams.epochs == "fixed":
-            return spec
-        return spec.replaced(local_epochs=self.epochs_in(self.round, spec.local_epochs, self.hparams))
-
-    def optimise(self, payload: Payload) -> TrainReport:
-        """Distil if there is a target, then train."""
-        if len(self.target) and self.hparams.distil_epochs:
-            self.transfer()
-        return super().optimise(payload)
-
-    def transfer(self) -> None:
+    def distillation(self) -> Sequence[Phase]:
         """Move the model towards the target: `distil_epochs` passes over the public images."""
-        spec = self.train_spec()
-        spec = spec.replaced(local_epochs=self.hparams.distil_epochs, batch_size=self.public_batch, augment="none")
-        no_labels = torch.zeros(len(self.public), dtype=torch.int64, device=self.device)
-        train(
-            self.model, self.public, no_labels, spec, self.task.inputs, self.distil_step,
-            self.generator("public"), parameters=self.parameters(), rate=self.rate,
-        )  # fmt: skip
+        epochs = self.hparams.distil_epochs
+        # At registration there is no target yet. With a frozen BatchNorm single images need no refusal there.
+        if not epochs or (self.hparams.freeze_bn if self.target is None else not len(self.target)):
+            return []
+        public = self.public
+        spec = self.training.replaced(local_epochs=epochs, batch_size=self.public_batch, augment="none")
+        no_labels = torch.zeros(len(public), dtype=torch.int64, device=self.device)
+        return [Phase(self.distil_step, spec, draws="public", rows=(public, no_labels))]
 
     def distil_step(self, batch: Batch) -> Tensor:
         """Return the distillation loss of a batch of public images."""
@@ -165,18 +146,15 @@ class KTpFLClient(FedClient):
             for module in self.model.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.eval()  # in every step: the training loop puts the whole model into training mode first
+        assert self.target is not None
         return distillation_loss(self.model(batch.x), self.target[batch.index], self.hparams)
 
-    def after_training(self, payload: Payload) -> Arrays:
-        """Return `soft` (P, C): predictions on the public set in its own order."""
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Return `soft` (P, C), predictions on the public set in its own order, and the checksum of its images."""
         self.model.eval()
         t = self.hparams.temperature
         soft = batched(lambda x: soften(self.model(x), t), self.public, self.task.inputs)
-        return {"soft": soft.cpu().numpy()}
-
-    def reply_metrics(self) -> dict[str, Any]:
-        """Return a checksum of the public images, by which the server sees whether all clients have the same."""
-        return {"public-checksum": self.common_facts()["public-checksum"]}
+        return {"soft": soft.cpu().numpy()}, {"public-checksum": self.common_facts()["public-checksum"]}
 
     def common_facts(self) -> dict[str, Scalar]:
         """Return checksum and number of the public images."""
@@ -194,26 +172,19 @@ class KTpFLWeightsClient(KTpFLClient):
     The mixture travels as one vector, `target` (D,), of the shared arrays in state-dict order.
     """
 
-    start: Arrays
-
-    def check_batches(self) -> None:
-        """Check the local batches alone: there are no public images."""
-        FedClient.check_batches(self)
-
     def receive(self, payload: Payload) -> None:
-        """Take the mixture, empty in round 1; the model stays the client's own."""
+        """Take the mixture, empty in round 1; the model, from which the round starts, stays the client's own."""
         self.target = torch.from_numpy(payload.all()["target"].astype(np.float32)).to(self.device)
+        self.reference = selection.extract(self.model, self.up_names())
+
+    def distillation(self) -> Sequence[Phase]:
+        """Return nothing: the model has moved before."""
+        return []
 
     def before_training(self, payload: Payload) -> None:
-        """Keep the own model, from which the round starts."""
-        self.start = selection.extract(self.model, self.up_names())
-
-    def reference(self, payload: Payload) -> Arrays:
-        """Return the own model: the mixture is never loaded."""
-        return self.start
-
-    def transfer(self) -> None:
         """Take `distil_epochs` gradient steps on ||w - t||^2 with the round's learning rate; statistics stay."""
+        if self.target is None or not len(self.target):
+            return
         state = self.model.state_dict()
         names = self.up_names()
         mixed = dict(zip(names, torch.split(self.target, [state[n].numel() for n in names]), strict=True))
@@ -222,13 +193,9 @@ class KTpFLWeightsClient(KTpFLClient):
                 for _ in range(self.hparams.distil_epochs):
                     p.sub_(self.rate * 2 * (p - mixed[name].view_as(p)))
 
-    def after_training(self, payload: Payload) -> Arrays:
-        """Return nothing beside the model."""
-        return {}
-
-    def reply_metrics(self) -> dict[str, Any]:
-        """Return no checksum."""
-        return {}
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Return nothing but the model."""
+        return {}, {}
 
     def common_facts(self) -> dict[str, Scalar]:
         """Return no facts: nothing is public."""

@@ -61,7 +61,7 @@ class MoonClient(FedClient):
         self.frozen, self.references = (), ()
         if self.previous is not None and self.hparams.mu > 0:
             self.frozen = (_frozen(self.model), self.previous)
-            if self.train_spec().augment == "none":
+            if self.training.augment == "none":
                 self.references = [batched(m.represent, self.task.x_train, self.task.inputs) for m in self.frozen]
 
     def step_loss(self, batch: Batch) -> Tensor:

@@ -6,7 +6,8 @@ one step on each model, both from the predictions before the step. The small mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import Field, field_validator
@@ -15,6 +16,7 @@ from clients.base import FedClient
 from fedapp.core import names
 from fedapp.errors import suggest_choice
 from fedapp.lazy import Tensor, nn
+from fedapp.learning.training import Phase
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Payload
 from fedapp.models import MODEL_NAMES, build_model, check_form, default_small, is_own, own, selection
 
@@ -71,16 +73,15 @@ def stripped(arrays: Mapping[str, Array]) -> Arrays:
 class MutualClient(FedClient):
     """Trains the private model and the small one together; a method says how they teach each other."""
 
-    small: SplitModel
+    @functools.cached_property
+    def small(self) -> SplitModel:
+        """The small model; `receive` replaces it by one with the server's arrays."""
+        return self.fresh_small()
 
     def fresh_small(self) -> SplitModel:
         """Build the small model, as the server does."""
         spec = self.task.spec(0)
         return build_small(self.hparams, num_classes=spec.num_classes, shape=spec.shape, seed=0)
-
-    def trained_models(self) -> list[SplitModel]:
-        """Return both models."""
-        return [*super().trained_models(), self.fresh_small()]
 
     def receive(self, payload: Payload) -> None:
         """Set up the small model with the server's arrays; the private model stays as it is.
@@ -101,6 +102,11 @@ class MutualClient(FedClient):
         """Return the small model's arrays by wire name; FedKD rebuilds them from an update."""
         return stripped(payload.all())
 
-    def parameters(self) -> list[dict[str, Any]]:
-        """Optimise both models, in groups of their own: `clip` bounds each as if it were trained alone."""
+    def phases(self) -> Sequence[Phase]:
+        """Train both models at once."""
+        both = nn.ModuleList([self.model, self.small])
+        return [Phase(self.step_loss, self.training, model=both, parameters=self.groups)]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the parameters of both models, in groups of their own: `clip` bounds each as if trained alone."""
         return [{"params": list(model.parameters())} for model in (self.model, self.small)]

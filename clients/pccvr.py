@@ -13,7 +13,8 @@ So b_k - b, which would reveal its shares, cannot leave it, whatever a server as
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,11 @@ from pydantic import Field, model_validator
 from clients.ccvr import CCVRClient, CCVRHParams
 from fedapp.core import names
 from fedapp.lazy import Tensor, torch
+from fedapp.learning.evaluation import Scores
 from fedapp.method import Payload
+
+if TYPE_CHECKING:
+    from fedapp.models import SplitModel
 
 PRIOR = "prior/"
 """Prefix of what is sent beside the model: N_c of all clients, where the settings need them."""
@@ -61,18 +66,18 @@ class PersonalCCVRClient(CCVRClient):
     """CCVR's client, which adjusts the bias of a calibrated head before it is scored."""
 
     settings: ClassVar[PersonalHParams] = PersonalHParams()
-    stays = False
-    """Whether nothing of what follows leaves the client but scores."""
     plain: Tensor | None = None
     """b, where the model has b_k."""
+    adjusted: SplitModel | None = None
+    """The model with b_k; a copy of it that is fine-tuned is another one."""
 
     def receive(self, payload: Payload) -> None:
         """Take over the model, and adjust its bias if nothing of it leaves the client again."""
         model, prior = names.split(payload, PRIOR)
         super().receive(model)
-        if self.stays and payload.scalars.get(PERSONAL):
+        if self.scoring and payload.scalars.get(PERSONAL):
             bias = self.model.head.bias
-            self.plain = bias.detach().clone()
+            self.plain, self.adjusted = bias.detach().clone(), self.model
             with torch.no_grad():
                 bias.add_(torch.from_numpy(self.adjustment(prior.get("counts"))).to(bias))
 
@@ -93,22 +98,20 @@ class PersonalCCVRClient(CCVRClient):
         adjusted: npt.NDArray[np.float64] = s.tau * (log_p - log_q)
         return adjusted
 
-    def evaluate_round(
-        self, payload: Payload, server_round: int, *, balanced: bool = True, train: bool = False
-    ) -> dict[str, Any]:
-        """Score the adjusted model, and beside it the one that arrived."""
-        self.stays = True
-        metrics = super().evaluate_round(payload, server_round, balanced=balanced, train=train)
-        if self.plain is not None:
-            bias = self.model.head.bias
-            adjusted = bias.detach().clone()
-            with torch.no_grad():
-                bias.copy_(self.plain)
-                metrics |= {n: v for n, v in self.measure(PLAIN, balanced).items() if n in NUMBERS}
-                bias.copy_(adjusted)
-        return metrics
+    def before_training(self, payload: Payload) -> None:
+        """Forget b: once the model is trained it is not the one that arrived."""
+        super().before_training(payload)
+        self.plain = None
 
-    def meet(self, payload: Payload, server_round: int, protocol: str, epochs: int) -> dict[str, Any]:
-        """Score a newcomer on the model that it adjusts to its own shares."""
-        self.stays = True
-        return super().meet(payload, server_round, protocol, epochs)
+    def score(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
+        """Score the adjusted model and, in an evaluation, the one that arrived."""
+        scores = super().score(x, y, probabilities)
+        if self.plain is None or self.newcomer or self.model is not self.adjusted:
+            return scores
+        bias = self.model.head.bias
+        adjusted = bias.detach().clone()
+        with torch.no_grad():
+            bias.copy_(self.plain)
+            plain = super().score(x, y)
+            bias.copy_(adjusted)
+        return replace(scores, beside={PLAIN: plain})

@@ -80,17 +80,14 @@ class PFedFDAClient(FedClient):
 
     def phases(self) -> Sequence[Phase]:
         """Train the extractor; the head stays as it is."""
-        return [Phase(self.step_loss, self.train_spec(), ("features.",))]
+        return [Phase(self.step_loss, self.training, ("features.",))]
 
-    def after_training(self, payload: Payload) -> Arrays:
-        """Return the adapted Gaussians: `mean` (C, d), and `cov` (d (d + 1) / 2,)."""
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Return the adapted Gaussians, `mean` (C, d) and `cov` (d (d + 1) / 2,), and beta of both."""
         own = self.adapt()
         arrays = {"mean": own.mean, "cov": pack(own.cov)}
-        return {GAUSSIANS + name: array.astype(np.float32) for name, array in arrays.items()}
-
-    def reply_metrics(self) -> dict[str, Any]:
-        """Return beta of the means and of the covariance."""
-        return {"beta-mean": float(self.beta[0]), "beta-cov": float(self.beta[1])}
+        numbers = {"beta-mean": float(self.beta[0]), "beta-cov": float(self.beta[1])}
+        return {GAUSSIANS + name: array.astype(np.float32) for name, array in arrays.items()}, numbers
 
     def adapt(self) -> Gaussians:
         """Return the adapted Gaussians of the present extractor, and put their rule behind it."""

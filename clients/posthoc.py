@@ -20,9 +20,6 @@ from fedapp.method import BaseHParams
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
 
-BLOCK = 1024
-"""Images whose representations are held at a time."""
-
 
 class PostHocHParams(BaseHParams):
     """What all methods that repair a head have: the method that trains."""
@@ -39,6 +36,7 @@ class PostHocClient(FedClient):
     `settings`, with its `min_count`, and `base_hparams` are set where this class is added to the base's.
     """
 
+    block = 1024
     settings: ClassVar[Any] = None
     base_hparams: ClassVar[BaseHParams] = BaseHParams()
 
@@ -50,18 +48,17 @@ class PostHocClient(FedClient):
         """Build the base's model."""
         return super().build_model(spec, cls.base_hparams)
 
-    def feature_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (z, label) of the training split in blocks: z (n, d) float32, evaluation mode, no augmentation."""
-        for start in range(0, self.task.num_samples, BLOCK):
-            part = slice(start, start + BLOCK)
+    def feature_batches(self, exchange: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (z, label) of the training split: z (n, d) float32, what the last linear layer sees."""
+        for z, label in super().feature_batches(exchange):
             with torch.no_grad():
-                z = self.model.head_input(self.representations(self.task.x_train[part]))
-            yield z.float(), self.task.y_train[part]
+                seen = self.model.head_input(z).float()
+            yield seen, label
 
-    def described(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the blocks without the rows of classes that have fewer than `min_count` samples here."""
+    def described(self, exchange: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield `feature_batches` without the rows of classes that have fewer than `min_count` samples here."""
         many = torch.from_numpy(self.task.class_counts() >= self.settings.min_count).to(self.device)
-        for z, label in self.feature_batches():
+        for z, label in self.feature_batches(exchange):
             rows = many[label]
             yield z[rows], label[rows]
 

@@ -24,7 +24,8 @@ c_i before it, `self.own["counted/<name>"]`; else c would be off by that change 
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -32,6 +33,7 @@ from pydantic import Field
 from clients.base import FedClient
 from fedapp.core import names
 from fedapp.lazy import Tensor, torch
+from fedapp.learning.training import Phase
 from fedapp.method import Array, Arrays, BaseHParams, Payload
 
 CONTROL = "control/"
@@ -54,21 +56,16 @@ class ScaffoldHParams(BaseHParams):
 class ScaffoldClient(FedClient):
     """Local training with corrected gradients; of the control variate c_i the changes are sent."""
 
-    def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
-        """Restore c_i as the server has it: 0 in a new run, whose c is 0."""
-        super().restore(server_round, payload, always)
+    def receive(self, payload: Payload) -> None:
+        """Take x, and set c and c_i aside, the latter as the server has it: 0 in a new run, whose c is 0.
+
+        `clip-update` bounds the change of x alone.
+        """
         kept = CONTROL if self.stored is None or self.stored.counted else COUNTED
         found = {} if self.stored is not None and self.stored.round == 0 else names.under(kept, self.own)
         self.own = {prefix + name: a for prefix in (CONTROL, COUNTED) for name, a in found.items()}
-
-    def receive(self, payload: Payload) -> None:
-        """Take x, and set c aside."""
         rest, self.c = names.split(payload, CONTROL)
         super().receive(rest)
-
-    def reference(self, payload: Payload) -> Arrays:
-        """Return x: `clip-update` bounds the change of the model alone."""
-        return names.split(payload, CONTROL)[0].all()
 
     def own_control(self, name: str) -> Array:
         """Return c_i of one array."""
@@ -80,7 +77,11 @@ class ScaffoldClient(FedClient):
         self.correction = [torch.from_numpy(self.c[n] - self.own_control(n)).to(self.device) for n in self.names]
         self.gradients = [torch.zeros_like(correction) for correction in self.correction]
 
-    def on_gradients(self, parameters: list[Tensor]) -> None:
+    def phases(self) -> Sequence[Phase]:
+        """Train everything with corrected gradients."""
+        return [Phase(self.step_loss, self.training, on_gradients=self.correct)]
+
+    def correct(self, parameters: list[Tensor]) -> None:
         """Add g_i to its sum, then c - c_i to the gradient; a tensor that the loss does not depend on has g_i = 0."""
         for p, gradient, correction in zip(parameters, self.gradients, self.correction, strict=True):
             if p.grad is None:
@@ -89,7 +90,7 @@ class ScaffoldClient(FedClient):
             if self.hparams.correct and not self.scoring:
                 p.grad += correction
 
-    def after_training(self, payload: Payload) -> Arrays:
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Keep c_i+, and return Delta c_i = c_i+ - c_i: 0 for what is not trained, and without steps."""
         change = {name: np.zeros_like(c) for name, c in self.c.items()}
         if self.report.steps:
@@ -97,4 +98,4 @@ class ScaffoldClient(FedClient):
                 new = (total / self.report.steps).cpu().numpy()
                 change[name] = new - self.own_control(name)
                 self.own[CONTROL + name] = new
-        return {CONTROL + name: a for name, a in change.items()}
+        return {CONTROL + name: a for name, a in change.items()}, {}

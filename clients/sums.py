@@ -54,13 +54,13 @@ class SumsClient(PostHocClient):
         """Answer `sums`, or `losses` with those of the head that was sent."""
         if kind == "sums":
             found = FeatureSums(self.task.num_classes, self.model.width, self.squares)
-            for z, label in self.described():
+            for z, label in self.described(kind):
                 found.update(z, label)
             return {SUMS + name: array for name, array in found.arrays().items()}, self.measure("received")
         if kind == "losses":
             losses = [torch.zeros(len(sums.SCALES), dtype=torch.float64).numpy()]
             with torch.no_grad():
-                losses += [sums.scaled_losses(self.model.head(z), label) for z, label in self.described()]
+                losses += [sums.scaled_losses(self.model.head(z), label) for z, label in self.described(kind)]
             return {SUMS + "loss": sum(losses[1:], losses[0])}, {}
         return super().answer(kind, payload)
 

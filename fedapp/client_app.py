@@ -241,9 +241,9 @@ def _answer(
             metrics["restarted"] = int("state-lost" in facts)
         keep("trained", server_round)
         if client.releaser is not None and client.releaser.privacy.unit == "client":
-            arrays = private_update(arrays, client.reference(payload), client.releaser)
+            arrays = private_update(arrays, client.reference, client.releaser)
         elif config.robustness.clip_update:
-            arrays, norm = clip_update(arrays, client.reference(payload), config.robustness.clip_update)
+            arrays, norm = clip_update(arrays, client.reference, config.robustness.clip_update)
             metrics["update-clipped"] = int(norm > config.robustness.clip_update)
     elif stage == "evaluate" and request.unseen:
         arrays, count = {}, client.task.num_samples

@@ -278,7 +278,7 @@ class Method:
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
     reduces : reductions of each exchange, or a function of the hyperparameters that gives them. None: the
         mean of the shared arrays.
-    columns : numbers of `reply_metrics` that rounds.csv (mean over clients) and clients.csv have a column for.
+    columns : numbers of `after_training` that rounds.csv (mean over clients) and clients.csv have a column for.
     metrics : its other numbers. The server refuses a reply with a number that neither names.
     linear : whether logits are the linear head's, on what `head_input` makes of a representation; only such a head can
         be calibrated by another method.

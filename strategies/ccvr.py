@@ -27,14 +27,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from clients.ccvr import CENTRES, FEATURES, STATISTICS, CCVRClient, CCVRHParams
+from clients.ccvr import CENTRES, FEATURES, STATISTICS, CCVRClient, CCVRHParams, Proximal
 from fedapp.core import gaussian, heads, virtual
 from fedapp.core.gaussian import ClassMoments
 from fedapp.core.names import under
 from fedapp.learning.training import batch_slices
-from fedapp.method import Array, Arrays, Method, Payload, Reductions, Reply, ServerContext, ServerState
+from fedapp.method import Array, Arrays, BaseHParams, Method, Payload, Reductions, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Gaussians, Query, Reduced, Total
-from strategies._composition import PostHoc, built_on
+from strategies._composition import PostHoc, built_on, on
 
 W, B = "head.weight", "head.bias"
 
@@ -193,6 +193,8 @@ def composed(outer: Method, hparams: CCVRHParams, lookup: Callable[[str], Method
     """Return `outer`, which is CCVR or built on it, on its base."""
     if not hparams.oracle:
         outer = dataclasses.replace(outer, extra_up=(STATISTICS,))
+    if hparams.clsprox:
+        outer = dataclasses.replace(outer, client=on(Proximal, outer.client, hparams, BaseHParams()))
     return built_on(outer, hparams, lookup)
 
 

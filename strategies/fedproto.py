@@ -17,12 +17,13 @@ prototype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from clients.fedproto import FedProtoClient, FedProtoHParams
+from clients.fedproto import FedProtoClient, FedProtoHParams, NearestPrototypeClient
 from fedapp.method import NONE, Method, Payload, Reductions, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import ClassMean, Reduced
 from strategies.base import Strategy
@@ -83,6 +84,15 @@ def _reductions(hparams: FedProtoHParams) -> Reductions:
     return {"train": {"protos": mean}}
 
 
+def with_inference(method: Method, hparams: Any) -> Method:
+    """Return the method whose clients predict as `inference` says."""
+    return dataclasses.replace(method, client=NearestPrototypeClient) if hparams.inference == "prototype" else method
+
+
+def _resolve(hparams: FedProtoHParams, lookup: Callable[[str], Method]) -> Method:
+    return with_inference(METHOD, hparams)
+
+
 METHOD = Method(
     id="fedproto",
     title="FedProto",
@@ -96,4 +106,5 @@ METHOD = Method(
     heterogeneous=True,
     metrics=("prototype-correct", "prototype-total"),
     travels="class prototypes, both ways",
+    resolve=_resolve,
 )

@@ -21,6 +21,7 @@ nobody has too, untrained; here such a class is neither a candidate nor sent.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from fedapp.learning.metrics import tidy
 from fedapp.learning.training import batch_slices
 from fedapp.method import NONE, Method, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Reduced, Rows
-from strategies.fedproto import FedProto, nearest_of
+from strategies.fedproto import FedProto, nearest_of, with_inference
 
 Float64 = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -104,6 +105,10 @@ class FedTGP(FedProto):
         return {**super().report(state, final), **rounds}
 
 
+def _resolve(hparams: FedTGPHParams, lookup: Callable[[str], Method]) -> Method:
+    return with_inference(METHOD, hparams)
+
+
 METHOD = Method(
     id="fedtgp",
     title="FedTGP",
@@ -117,4 +122,5 @@ METHOD = Method(
     heterogeneous=True,
     metrics=("prototype-correct", "prototype-total"),
     travels="class means up, trained prototypes down",
+    resolve=_resolve,
 )

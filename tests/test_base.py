@@ -15,6 +15,7 @@ from clients.base import FedClient
 from fedapp.core.averages import RunningMean
 from fedapp.federation.loop import Callbacks, RoundLoop
 from fedapp.learning.state import ClientStore, DamagedError
+from fedapp.learning.training import BETAS
 from fedapp.method import BaseHParams, Payload, Reply
 from fedapp.transport.ledger import StateLedger
 from fedapp.transport.request import RoundRequest
@@ -184,8 +185,7 @@ def test_positional_training_is_a_round() -> None:
 
 
 def test_adams_moments_are_pytorchs() -> None:
-    client = FedClient(one_batch_task(), FEDAVG, BaseHParams(), None)
-    assert client.adam_betas() == torch.optim.Adam([torch.zeros(1)]).defaults["betas"]
+    assert torch.optim.Adam([torch.zeros(1)]).defaults["betas"] == BETAS
 
 
 def test_a_strategy_starts_with_the_initial_arrays_and_knows_its_context() -> None:

@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from clients import base
+from clients.base import FedClient
 from fedapp import registry
 from fedapp.cli.listing import NOTES, notes
 from fedapp.core import names
@@ -130,3 +132,26 @@ def test_averages_recompute_from_the_clients_rows(tiny: Callable[..., RunResult]
 def test_selection_names_are_whole_components() -> None:
     assert names.matches("head.weight", ("head.",))
     assert not names.matches("header.weight", ("head.",))
+
+
+HOOKS = {
+    "build_model", "configure_model", "common_facts", "receive", "before_training", "phases", "step_loss", "after_step",
+    "after_epoch", "after_training", "score", "tuning", "answer", "answer_prepare", "feature_batches",
+}  # fmt: skip
+"""Functions that a method's client may define."""
+
+
+def test_the_table_of_a_client_lists_its_hooks() -> None:
+    listed = re.findall(r"^\| `(\w+)\(", base.__doc__ or "", flags=re.M)
+    assert set(listed) == HOOKS | {"trains_on"} and len(listed) == len(set(listed))
+    assert all(callable(getattr(FedClient, name)) for name in listed)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "ccvr(base=moon clsprox=0.1)", "fedproto(inference=prototype)"])
+def test_a_client_defines_no_function_of_the_base_but_its_hooks(method: str) -> None:
+    name, _, args = method.rstrip(")").partition("(")
+    found = registry.get(name)
+    client = registry.resolve(found, registry.parse_args(found, args)).client
+    bases = [kind for kind in client.__mro__ if issubclass(kind, FedClient) and kind is not FedClient]
+    own = {n for kind in bases for n in vars(kind) if callable(getattr(FedClient, n, None)) and not n.startswith("_")}
+    assert own <= HOOKS | {"trains_on"}

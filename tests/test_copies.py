@@ -123,16 +123,11 @@ def test_a_client_finds_nan_in_values_that_it_receives_even_if_it_looks(poison: 
             self.seen = self.model.head.weight.detach().clone()
             super().receive(payload)
 
-    class Restores(FedClient):
-        def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
-            super().restore(server_round, payload, always)
-            self.seen = self.model.head.weight.detach().clone()
-
     settings = config.from_flat({"method": "fedavg", "model": "digits-b", "clients": 3})
     method, hparams = settings.method_and_hparams()
     task = simulated.simulated_task(settings, 0, 3, torch.device("cpu"))
     sent = {n: v.numpy() for n, v in FedClient.build_model(task.spec(7), hparams).state_dict().items()}
-    for kind in (FedClient, Looks, Restores):
+    for kind in (FedClient, Looks):
         client = kind(task, method, hparams)
         client.restore(1, Payload(sent))
         assert client.model.head.weight.isnan().all()
@@ -191,7 +186,7 @@ def test_what_is_tied_stays_tied_and_what_copies_itself_does() -> None:
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_new_values_are_those_of_a_model_that_is_built_or_it_is_built(name: str) -> None:
     state = torch.get_rng_state()
-    trusted = base._redraws(FedClient, spec(name), BaseHParams())
+    trusted = base._seeded(FedClient, spec(name), BaseHParams()) == "own"
     new = redrawn(built(name, 9), 3)
     assert torch.equal(torch.get_rng_state(), state)
     same = [torch.equal(a, b) for a, b in zip(tensors(new), tensors(built(name, 3)), strict=True)]
@@ -207,7 +202,7 @@ def test_a_method_with_a_model_of_its_own_has_the_same_start(client: type[FedCli
 
     new = redrawn(made(0), 4)
     same = all(torch.equal(a, b) for a, b in zip(tensors(new), tensors(made(4)), strict=True))
-    assert base._redraws(client, spec("digits-a"), hparams) == same
+    assert (base._seeded(client, spec("digits-a"), hparams) == "own") == same
 
 
 def test_models_that_start_from_special_values_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +213,6 @@ def test_models_that_start_from_special_values_are_built(monkeypatch: pytest.Mon
         return model
 
     client = type("Special", (FedClient,), {"build_model": staticmethod(special)})
-    assert not base._redraws(client, spec("digits-a"), BaseHParams())
+    assert not base._seeded(client, spec("digits-a"), BaseHParams())
     other = dataclasses.replace(spec("digits-a"), name="package.module:function")
-    assert not base._redraws(FedClient, other, BaseHParams()), "a user's own function"
+    assert not base._seeded(FedClient, other, BaseHParams()), "a user's own function"

@@ -591,7 +591,7 @@ def without_cross_entropy(monkeypatch: pytest.MonkeyPatch, one: CwFedAvgClient) 
 def test_regulariser(monkeypatch: pytest.MonkeyPatch, i: int, distance: float) -> None:
     loss = without_cross_entropy(monkeypatch, client(i, lam=10))
     assert float(loss.detach()) == pytest.approx(10 * distance, abs=6e-6)
-    assert client(i).reply_metrics()["wdr"] == pytest.approx(distance, abs=6e-7)
+    assert client(i).after_training(Payload())[1]["wdr"] == pytest.approx(distance, abs=6e-7)
 
 
 def test_authors_factor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,7 +610,7 @@ def test_one_step_of_the_regulariser_alone(monkeypatch: pytest.MonkeyPatch) -> N
     torch.optim.SGD(head.parameters(), lr=0.005).step()
     after = [[3.001592, 4.002123], [0, 1.996285], [0.596497, 0.795329]]
     np.testing.assert_allclose(head.weight.detach().numpy(), after, rtol=0, atol=6e-7)
-    assert one.reply_metrics()["wdr"] == pytest.approx(0.219694, abs=6e-7)
+    assert one.after_training(Payload())[1]["wdr"] == pytest.approx(0.219694, abs=6e-7)
 
 
 def test_no_gradient_at_distance_zero_and_a_finite_one_at_a_zero_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -675,7 +675,7 @@ def test_the_regulariser_does_its_work() -> None:
         one = CwFedAvgClient(data, METHOD, CwFedAvgHParams(lam=lam))
         model = build_model("digits-b", num_classes=4, shape=(1, 8, 8), seed=0)
         one.train_round(Payload(arrays=selection.everything(model)), 1)
-        return float(one.reply_metrics()["wdr"])
+        return float(one.after_training(Payload())[1]["wdr"])
 
     assert distance(1.6) < 0.1 < 0.5 < distance(0)
 

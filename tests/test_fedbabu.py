@@ -186,7 +186,7 @@ def test_a_fine_tuning_that_diverges_costs_its_own_score_alone(
 def test_a_body_that_is_frozen_as_a_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FedBABUClient.build_model(TASK.spec(0), FedBABUHParams())
     model.features.requires_grad_(False)
-    monkeypatch.setattr(FedBABUClient, "trained_models", lambda self: [model])
+    monkeypatch.setattr("clients.base._skeleton", lambda *_: model)
     with pytest.raises(BadRequest, match="freeze fewer layers"):
         client().check_training()
 

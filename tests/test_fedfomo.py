@@ -263,7 +263,7 @@ def test_models_that_do_not_help_change_nothing() -> None:
     client.receive(payload)
     assert equal(selection.extract(client.model, trained), trained)
     assert client.values[0] < 0 and client.values[1] < 0 and client.values[2] == 0
-    assert client.reply_metrics() == {"fomo-weights": list(client.values)}
+    assert client.after_training(payload)[1] == {"fomo-weights": list(client.values)}
 
 
 def test_empty_slots_are_reported_as_zeros() -> None:
@@ -282,7 +282,7 @@ def test_values_of_an_earlier_round_are_forgotten() -> None:
     made.values = (1.0, 2.0)
     made.restore(2, Payload(arrays=initial))
     made.receive(Payload(arrays=initial))
-    assert made.reply_metrics() == {"fomo-weights": [0.0, 0.0]}
+    assert made.after_training(Payload())[1] == {"fomo-weights": [0.0, 0.0]}
 
 
 def test_the_defaults_are_the_pages() -> None:
@@ -535,8 +535,8 @@ def test_a_bound_on_updates_is_measured_from_the_mixed_model() -> None:
     client.receive(payload)
     mixed = selection.extract(client.model, initial)
     client.before_training(payload)
-    client.optimise(payload)
-    assert equal(client.reference(payload), mixed) and not equal(mixed, initial)
+    client.run_phases()
+    assert equal(client.reference, mixed) and not equal(mixed, initial)
     assert not equal(selection.extract(client.model, initial), mixed)
 
 

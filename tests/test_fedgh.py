@@ -414,14 +414,14 @@ def test_worked_class_means() -> None:
     one.model = build_model("digits-b", num_classes=4, shape=(1, 8, 8), seed=0)
     one.model.width = 2
     one.representations = lambda x=None: features  # type: ignore[method-assign,assignment]
-    arrays = one.after_training(Payload())
+    arrays, _ = one.after_training(Payload())
     np.testing.assert_allclose(arrays["lar"], [[0.9, 0.2], [0.2, 1.0]], rtol=1e-6)
 
 
 def test_class_means_do_not_depend_on_how_many_images_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     y = list(np.random.default_rng(0).integers(0, 4, 50))
     whole = client(y).train_round(head_payload(), 1)[0]
-    monkeypatch.setattr("clients.base.ROWS", 7)
+    monkeypatch.setattr(FedGHClient, "block", 7)
     parts = client(y).train_round(head_payload(), 1)[0]
     np.testing.assert_allclose(whole["lar"], parts["lar"], rtol=1e-6, atol=1e-7)
 
@@ -550,13 +550,13 @@ def test_a_number_as_batch_is_a_number() -> None:
 
 def test_the_time_of_extracting_the_lars_is_reported_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The passes for the LARs count, the training does not; `clients.csv` has a column for it."""
-    true = FedGHClient.representations, FedGHClient.optimise
+    true = FedGHClient.representations, FedGHClient.run_phases
 
     def slow(index: int, seconds: float) -> Any:
-        return lambda self, given: (time.sleep(seconds), true[index](self, given))[1]
+        return lambda self, *given: (time.sleep(seconds), true[index](self, *given))[1]
 
     monkeypatch.setattr(FedGHClient, "representations", slow(0, 0.02))
-    monkeypatch.setattr(FedGHClient, "optimise", slow(1, 0.5))
+    monkeypatch.setattr(FedGHClient, "run_phases", slow(1, 0.5))
     fedapp.run(
         dataset="digits", data_fraction=0.3, clients=2, rounds=1, local_epochs=1, method="fedgh", out=tmp_path / "run"
     )

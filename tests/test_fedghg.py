@@ -381,5 +381,5 @@ def test_the_client_sends_fedghs_means_and_the_covariance_of_its_features(cov: s
         np.testing.assert_allclose(row, np.diag(expected) if cov == "diag" else pack(expected), atol=1e-5)
     single = FedGHGClient(task([0, 0, 1]), METHOD, FedGHGHParams())
     single.restore(1, head_payload())
-    sent = single.after_training(Payload())
+    sent, _ = single.after_training(Payload())
     assert sorted(sent) == ["cov", "labels", "lar"] and not sent["cov"][1].any() and sent["cov"][0].any()

@@ -113,7 +113,7 @@ def test_local_training_equals_a_plain_loop(tmp_path: Path, clip: float) -> None
     w = torch.nn.Parameter(made.hidden_map.detach().clone())
     bound = 1 / made.small.width**0.5  # a linear layer's
     assert 0.9 * bound < float(w.max()) <= bound and -bound <= float(w.min()) < -0.9 * bound
-    made.optimise(payload)
+    made.run_phases()
     spec = made.task.train
     optimizer = torch.optim.SGD([*large.parameters(), *small.parameters(), w], lr=spec.lr, momentum=spec.momentum)
     generator = made.generator("batches")
@@ -204,7 +204,7 @@ def test_the_hidden_map_is_drawn_as_a_linear_layers_weights_are(tmp_path: Path) 
         made.hidden_map += 1
     assert np.array_equal(made.own["hidden_map"], before), "what is trained is a copy until the round is over"
     made.own["base/head.bias"] = made.own["base/head.bias"] + 1
-    kept = made.after_training(Payload(scalars={"energy": 0.9}))
+    kept, _ = made.after_training(Payload(scalars={"energy": 0.9}))
     np.testing.assert_array_equal(made.own["hidden_map"], made.hidden_map.detach())
     with torch.no_grad():
         made.hidden_map += 1

@@ -156,7 +156,7 @@ def test_rho_one_run_equals_fedavg_on_the_prototype_model(tmp_path: Path, monkey
     }
     fednh = run(method="fednh", out=tmp_path / "a", **settings).rounds
     plain = dataclasses.replace(METHOD, strategy=FedAvg, up=None, extra_up=(), reduces=None)
-    monkeypatch.setattr(FedNHClient, "after_training", lambda self, payload: {})
+    monkeypatch.setattr(FedNHClient, "after_training", lambda self, payload: ({}, {}))
     monkeypatch.setattr("fedapp.registry.get", lambda name: plain)
     from fedapp import registry
 

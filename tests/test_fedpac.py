@@ -172,7 +172,7 @@ def test_the_worked_pull() -> None:
     one.target = torch.tensor([[0.933333, 0.133333], [0.25, 0.75]])
     one.model.represent = lambda x: z  # type: ignore[method-assign]
     one.model.classify = lambda z: torch.zeros(2, 4)  # type: ignore[method-assign]
-    loss = float(one.body_loss(Batch(z, y, [z], torch.arange(2))))
+    loss = float(one.step_loss(Batch(z, y, [z], torch.arange(2))))
     assert loss == pytest.approx(np.log(4) + 0.036806, abs=1e-6)
 
 
@@ -186,7 +186,7 @@ def test_the_default_pull_is_that_of_the_authors_at_any_width() -> None:
     z = one.model.represent(x)
     pull = sum(float((z[i] - one.target[c]).square().sum()) for i, c in enumerate(y.tolist())) / len(y)
     plain = float(one.cross_entropy(one.model.classify(z), y))
-    found = float(one.body_loss(Batch(x, y, [x], torch.arange(len(y)))))
+    found = float(one.step_loss(Batch(x, y, [x], torch.arange(len(y)))))
     assert found - plain == pytest.approx(pull / 128, rel=1e-4)
     assert [FedPACHParams().weight(d) for d in (64, 128, 512)] == [0.5, 1.0, 4.0]
 
@@ -202,7 +202,7 @@ def test_classes_without_a_global_mean_are_pulled_to_the_own_one_before_training
         for c, here in enumerate(known):
             own = z[one.task.y_train == c].mean(dim=0)
             np.testing.assert_allclose(one.target[c], means[c] if here else own, atol=1e-5)
-        assert set(one.reference(payload)) == set(everything(one.model))
+        assert set(one.reference) == set(everything(one.model))
         pulled = client(known, means)[0].train_round(payload, 2)[0]
         plain = client(known, means, lam=0)[0].train_round(payload, 2)[0]
         assert equal(pulled, plain) == (not any(known)), "no pull in round 1"

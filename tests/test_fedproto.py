@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from clients._models import NearestPrototype
 from clients.base import FedClient
-from clients.fedproto import FedProtoClient, FedProtoHParams, prototype_loss
+from clients.fedproto import FedProtoClient, FedProtoHParams, NearestPrototypeClient, prototype_loss
 from fedapp import config as configuration
 from fedapp.data.transforms import normalise
 from fedapp.engines.local import RunResult
@@ -196,7 +196,9 @@ def test_counts_are_checked() -> None:
 
 def client(**hparams: Any) -> FedProtoClient:
     config = configuration.from_flat({"method": "fedproto", "dataset": "digits", "clients": 4})
-    return FedProtoClient(tasks.simulated_task(config, 1, 4, torch.device("cpu")), METHOD, FedProtoHParams(**hparams))
+    task = tasks.simulated_task(config, 1, 4, torch.device("cpu"))
+    kind = NearestPrototypeClient if hparams.get("inference") == "prototype" else FedProtoClient
+    return kind(task, METHOD, FedProtoHParams(**hparams))
 
 
 def payload(rows: Mapping[int, Sequence[float]]) -> Payload:
@@ -229,6 +231,7 @@ def test_gradient_of_the_local_loss_is_that_of_the_formula() -> None:
     sent = payload({c: rng.normal(size=64).tolist() for c in (0, 2, 3, 5, 7)})
     made.round = 1
     made.restore(1, sent)
+    made.receive(sent)
     made.before_training(sent)
     x = torch.randn(20, 1, 8, 8)
     y = torch.arange(20) % 10
@@ -255,6 +258,7 @@ def test_two_local_steps_are_descent_on_the_papers_loss(distance: str, lam: floa
     rng = np.random.default_rng(0)
     sent = payload({c: rng.normal(size=64).tolist() for c in (0, 2, 3, 5, 7)})
     made.restore(1, sent)
+    made.receive(sent)
     w, x, y = copy.deepcopy(made.model).train(), images(made.task), made.task.y_train
     rows = dict(zip(sent.arrays["labels"].tolist(), torch.from_numpy(sent.arrays["protos"]), strict=True))
 
@@ -283,6 +287,7 @@ def test_the_nearest_prototype_is_scored_and_may_be_the_prediction() -> None:
     sent = payload({c: (0.1 * rng.normal(size=64)).tolist() for c in (1, 2, 6, 8)})
     made = client(inference="prototype")
     made.restore(2, sent)
+    made.receive(sent)
     assert not made.prototypes[~made.known].any() and made.known.nonzero().flatten().tolist() == [1, 2, 6, 8]
     with torch.no_grad():
         z = made.model.eval().represent(normalise(made.task.x_test.permute(0, 3, 1, 2), made.task.inputs)).numpy()
@@ -291,16 +296,17 @@ def test_the_nearest_prototype_is_scored_and_may_be_the_prediction() -> None:
     correct = int((predicted == made.task.y_test.numpy()).sum())
     assert 0 < correct < len(predicted)
     assert int(made.score(made.task.x_test, made.task.y_test).correct.sum()) == correct
-    assert made.reply_metrics() == {}
     made.before_training(sent)
-    assert made.reply_metrics() == {"prototype-correct": correct, "prototype-total": len(predicted)}
+    assert made.after_training(sent)[1] == {"prototype-correct": correct, "prototype-total": len(predicted)}
     head = client()
     head.restore(2, sent)
+    head.receive(sent)
     scores = head.score(head.task.x_test, head.task.y_test)
     logits = head.model(normalise(head.task.x_test.permute(0, 3, 1, 2), head.task.inputs))
     assert int(scores.correct.sum()) == int((logits.argmax(dim=1) == head.task.y_test).sum())
     for nothing in (payload({}), sent):
         made.restore(2, nothing)
+        made.receive(nothing)
         made.nearest = None
         made.task = replace(made.task, x_test=made.task.x_test[: 3 * (nothing is not sent)])
         made.task = replace(made.task, y_test=made.task.y_test[: len(made.task.x_test)])
@@ -313,6 +319,7 @@ def test_in_half_precision_the_distance_is_still_taken_in_float32() -> None:
     made = client()
     sent = payload({c: [0.01] * 64 for c in range(10)})
     made.restore(1, sent)
+    made.receive(sent)
     made.before_training(sent)
     x, y = images(made.task), made.task.y_train
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -153,6 +153,7 @@ def test_the_default_pull_is_that_of_the_authors_at_any_width() -> None:
     for hparams in ({}, {"lam": 0.0}):
         made = FedTGPClient(task, METHOD, FedTGPHParams(**hparams))
         made.restore(1, sent)
+        made.receive(sent)
         made.before_training(sent)
         x, y = handmade.images(task), task.y_train
         losses.append(float(made.step_loss(Batch(x, y, [x], torch.arange(len(y))))))

@@ -89,7 +89,7 @@ def test_local_training_equals_two_optimizers(clip: float) -> None:
 
     large, small = copy.deepcopy(made.model).train(), copy.deepcopy(made.small).train()
     made.before_training(payload)
-    made.optimise(payload)
+    made.run_phases()
     spec = made.task.train
     optimizers = [torch.optim.SGD(m.parameters(), lr=spec.lr, momentum=spec.momentum) for m in (large, small)]
     generator = made.generator("batches")
@@ -164,7 +164,7 @@ def test_the_small_model_is_the_servers_and_the_private_one_stays() -> None:
     assert all(torch.equal(a, private[n]) for n, a in made.model.state_dict().items())
     assert made.small.training
     ours = [*made.model.parameters(), *made.small.parameters()]
-    assert [id(p) for group in made.parameters() for p in group["params"]] == [id(p) for p in ours]
+    assert [id(p) for group in made.groups() for p in group["params"]] == [id(p) for p in ours]
 
 
 def test_a_reply_is_the_trained_small_model() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from fedapp import registry
 from fedapp.engines.local import RunResult
 from fedapp.learning import training
 from fedapp.learning.state import read_safetensors
+from fedapp.learning.training import Phase
 from fedapp.method import BaseHParams, Method, Payload
 from strategies.fedavg import METHOD as FEDAVG
 from tests.handmade import (
@@ -81,7 +82,10 @@ def test_only_a_client_that_defines_the_hook_pays_for_it(defined: bool, monkeypa
     monkeypatch.setattr("clients.base.train", train)
 
     class Hooked(FedClient):
-        def on_gradients(self, parameters: list[Tensor]) -> None:
+        def phases(self) -> Sequence[Phase]:
+            return [Phase(self.step_loss, self.training, on_gradients=self.look)]
+
+        def look(self, parameters: list[Tensor]) -> None:
             self.seen = getattr(self, "seen", 0) + len(parameters)
 
     task = one_batch_task(model="digits-a")
@@ -89,7 +93,7 @@ def test_only_a_client_that_defines_the_hook_pays_for_it(defined: bool, monkeypa
     model = model_like(task)
     client.train_round(whole(model), 1)
     if defined:
-        assert given == [client.on_gradients] and client.seen == 3 * len(list(model.parameters()))  # type: ignore[attr-defined]
+        assert given == [client.look] and client.seen == 3 * len(list(model.parameters()))  # type: ignore[attr-defined]
     else:
         assert given == [None]
 

@@ -22,7 +22,7 @@ from fedapp.data.transforms import normalise
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
 from fedapp.learning.training import Batch
-from fedapp.method import ClientInfo, Payload, Reply, ServerContext, ServerState
+from fedapp.method import Arrays, ClientInfo, Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model, selection
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
@@ -515,7 +515,7 @@ def test_frozen_batch_norm_keeps_its_statistics() -> None:
         made.model.activation = torch.nn.Sequential(norm, torch.nn.ReLU())  # type: ignore[assignment]
         made.task = replace(made.task, y_train=made.task.y_train[:0], x_train=made.task.x_train[:0])
         made.target = torch.full((len(made.public), 10), 0.1)
-        made.optimise(no_target())
+        made.run_phases()
         assert bool((norm.running_mean == 0).all()) is freeze  # type: ignore[union-attr]
 
 
@@ -530,7 +530,7 @@ def test_only_batch_norm_is_frozen_and_predictions_are_made_in_evaluation_mode()
     made.distil_step(Batch(x, torch.zeros(len(x)), [x], torch.arange(len(x))))
     assert not norm.training and dropout.training
     made.model.train()
-    first, second = (made.after_training(no_target())["soft"] for _ in range(2))
+    first, second = (made.after_training(no_target())[0]["soft"] for _ in range(2))
     assert np.array_equal(first, second)
 
 
@@ -538,8 +538,8 @@ def test_epochs_can_grow() -> None:
     made = client(epochs="growing")
     for server_round, epochs in ((1, 1), (7, 7), (20, 20), (40, 20)):
         made.round = server_round
-        assert made.train_spec().local_epochs == epochs
-    assert client().train_spec().local_epochs == 2
+        assert made.epochs() == epochs
+    assert client().epochs() == 2
 
 
 def test_a_client_without_public_set_says_what_to_do() -> None:
@@ -566,13 +566,13 @@ def test_without_distillation_it_is_standalone_on_the_same_images(tiny: Callable
 
 
 def test_different_public_sets_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = KTpFLClient.reply_metrics
+    original = KTpFLClient.after_training
 
-    def metrics(self: KTpFLClient) -> dict[str, Any]:
-        found = original(self)
-        return {"public-checksum": 5} if self.task.client == 2 else found
+    def other(self: KTpFLClient, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        arrays, numbers = original(self, payload)
+        return arrays, {"public-checksum": 5} if self.task.client == 2 else numbers
 
-    monkeypatch.setattr(KTpFLClient, "reply_metrics", metrics)
+    monkeypatch.setattr(KTpFLClient, "after_training", other)
     with pytest.raises(RoundFailed, match="client 2: another public set"):
         run(method="ktpfl", clients=3, rounds=1, local_epochs=1, out=tmp_path / "run")
 
@@ -638,7 +638,7 @@ def test_a_client_steps_towards_its_mixture_and_then_trains() -> None:
         arrays, _, _ = made.train_round(sent, 2)
         for name, p in w.named_parameters():
             np.testing.assert_allclose(arrays[name], p.detach(), rtol=1e-3, atol=1e-5)
-        assert equal(made.reference(sent), before)
+        assert equal(made.reference, before)
 
 
 def test_by_weight_it_needs_no_public_images_and_without_transfer_is_standalone(

@@ -238,7 +238,7 @@ def test_received_is_the_adapted_rule_on_the_received_extractor_and_folds_depend
     own = estimate(z, y, one.shared, 2).mixed(one.shared, beta.tolist())
     expected = rule(own, prior, 1e-4)
     np.testing.assert_allclose(one.model.head.weight.detach(), expected[:, :-1], rtol=1e-5)
-    assert one.reply_metrics() == {"beta-mean": beta[0], "beta-cov": beta[1]} and 0 < beta.max() <= 1
+    assert one.after_training(sent)[1] == {"beta-mean": beta[0], "beta-cov": beta[1]} and 0 < beta.max() <= 1
     assert np.linalg.eigvalsh(own.cov).min() > -1e-9
     drawn: list[tuple[Any, ...]] = []
     monkeypatch.setattr(sampling, "rng", lambda *words: drawn.append(words) or np.random.default_rng(0))  # type: ignore[func-returns-value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,9 @@ import fedapp
 from clients.base import FedClient
 from fedapp import registry, sampling
 from fedapp.learning.state import ClientStore, read_head_norms
-from fedapp.learning.task import Task
+from fedapp.learning.task import ModelSpec, Task, with_common_seed
 from fedapp.learning.training import Batch, Phase, TrainReport, trained_alone
-from fedapp.method import BaseHParams, Payload
+from fedapp.method import Arrays, BaseHParams, Payload
 from fedapp.models import SplitModel
 from fedapp.models.selection import everything, extract
 from strategies.fedavg import METHOD as FEDAVG
@@ -44,7 +45,7 @@ class TwoPhases(FedClient):
     """The head at three times the rate, then the trunk on twice the loss."""
 
     def phases(self) -> Sequence[Phase]:
-        spec = self.train_spec()
+        spec = self.training
         return [
             Phase(self.step_loss, spec.replaced(lr=3 * spec.lr), ("head.",)),
             Phase(
@@ -96,7 +97,7 @@ def test_a_later_phase_draws_other_batches_unless_it_asks_for_the_same() -> None
                 return self.step_loss(batch)
 
             def phases(self) -> Sequence[Phase]:
-                return [Phase(self.step_loss, self.train_spec()), Phase(self.loss, self.train_spec(), draws=purpose)]
+                return [Phase(self.step_loss, self.training), Phase(self.loss, self.training, draws=purpose)]
 
         return Recording(task, FEDAVG, BaseHParams())
 
@@ -159,17 +160,22 @@ class Doubled(FedClient):
 
     needs_state = True
 
-    def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
-        super().restore(server_round, payload, always)
+    @functools.cached_property
+    def second(self) -> SplitModel:
+        return copy.deepcopy(self.model)
+
+    def receive(self, payload: Payload) -> None:
         self.second = copy.deepcopy(self.model)
+        super().receive(payload)
 
     def phases(self) -> Sequence[Phase]:
-        second = list(self.second.parameters())
         loss = lambda batch: self.cross_entropy(self.second(batch.x), batch.y)  # noqa: E731
-        return [*super().phases(), Phase(loss, self.train_spec(), model=self.second, parameters=second)]
+        return [*super().phases(), Phase(loss, self.training, model=self.second)]
 
-    def scored(self, protocol: str) -> SplitModel:
-        return self.second if protocol == "trained" else self.model
+    def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        sent = extract(self.model, self.up_names())
+        self.model = self.second
+        return sent, {}
 
 
 def test_the_second_model_is_scored_stored_and_restored(tmp_path: Path) -> None:
@@ -217,8 +223,9 @@ def test_the_run_keeps_the_model_that_it_scores(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("common", [True, False])
 def test_private_parts_start_like_the_servers_model_or_with_a_seed_of_their_own(common: bool) -> None:
     class Client(FedClient):
-        def initial_seed(self) -> int:
-            return sampling.server_model_seed(self.task.seed) if common else super().initial_seed()
+        @classmethod
+        def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
+            return super().build_model(with_common_seed(spec) if common else spec, hparams)
 
     tasks = digit_tasks(2)
     initial = digits_context(FEDAVG, BaseHParams(), tasks).initial

@@ -63,10 +63,10 @@ def federation(
             for _ in range(steps):
                 optimizer.zero_grad()
                 (CURVATURE[i] / 2 * (point.x - CENTRE[i]) ** 2).sum().backward()  # type: ignore[no-untyped-call]
-                client.on_gradients([point.x])
+                client.correct([point.x])
                 optimizer.step()
             client.report = TrainReport(0.0, steps)
-            arrays = {"x": point.x.detach().numpy(), **client.after_training(payload)}
+            arrays = {"x": point.x.detach().numpy(), **client.after_training(payload)[0]}
             replies.append(Reply(i, 10 * (i + 1), arrays, {}))
             assert strategy.checker(state, "train")(replies[-1]) is None
         state = strategy.aggregate(state, server_round, iter(replies))
@@ -234,9 +234,11 @@ def test_a_reply_that_does_not_count_never_happened(tmp_path: Path) -> None:
         store = ClientStore(tmp_path / "f" / str(task.client), "scaffold", "ab", expected=Expected(known[task.client]))
         client = ScaffoldClient(task, METHOD, hparams, store)
         client.restore(5, sent)
+        client.receive(sent)
         own.append(names.under(CONTROL, client.own))
         later = ScaffoldClient(task, METHOD, hparams, ClientStore(store.folder, "scaffold", "cd", warm_start=True))
         later.restore(1, sent)
+        later.receive(sent)
         assert not later.own and later.stored is not None
     for name, c in state["control"].items():
         np.testing.assert_allclose(c, (own[0][name] + own[1][name]) / 2, atol=1e-6)
@@ -312,7 +314,7 @@ def test_without_steps_nothing_changes() -> None:
     found, _, _ = client.train_round(sent, 1)
     assert all(not a.any() for a in names.under(CONTROL, found).values()) and not client.own
     assert equal({n: found[n] for n in arrays}, arrays)
-    assert client.reference(sent).keys() == arrays.keys()
+    assert client.reference.keys() == arrays.keys()
 
 
 def test_a_run_keeps_c_the_mean_and_clients_keep_their_own(tiny: Callable[..., RunResult]) -> None:

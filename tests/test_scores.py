@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -94,7 +95,7 @@ def test_the_headline_is_a_fine_tuned_average(tiny: Tiny) -> None:
         client.round = 3
         client.model = client.build_model(task.spec(0), hparams)
         selection.merge(client.model, arrays)
-        client.optimise(None)
+        client.run_phases()
         scores = evaluate(client.model, task.x_test, task.y_test, task.inputs, task.num_classes)
         assert row["trained_correct"] == scores.correct.sum() and row["trained_total"] == scores.n
 
@@ -223,7 +224,10 @@ def test_a_run_of_an_earlier_version_keeps_its_columns(tiny: Tiny) -> None:
 def test_a_metric_that_nobody_declared_is_refused_with_what_to_do(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     from clients.base import FedClient
 
-    monkeypatch.setattr(FedClient, "reply_metrics", lambda self: {"my-seconds": 1.0} if self.task.client == 0 else {})
+    def seconds(self: FedClient, _: Any) -> tuple[Any, dict[str, Any]]:
+        return {}, {"my-seconds": 1.0} if self.task.client == 0 else {}
+
+    monkeypatch.setattr(FedClient, "after_training", seconds)
     with pytest.raises(RoundFailed, match=r"client 0: nobody asked for the metric 'my-seconds': .* Method\.columns"):
         tiny(method="fedavg", rounds=2)
 

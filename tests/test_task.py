@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from fedapp import sampling
 from fedapp.data.transforms import InputSpec
 from fedapp.learning.task import ModelSpec, Task
 
@@ -23,4 +24,6 @@ def test_counts_are_those_of_the_training_split() -> None:
 
 
 def test_the_model_takes_its_shape_from_the_data_and_its_seed_from_the_caller() -> None:
-    assert task().spec(11) == ModelSpec("digits-b", num_classes=4, shape=(3, 8, 8), seed=11)
+    assert task().spec(11) == ModelSpec(
+        "digits-b", num_classes=4, shape=(3, 8, 8), seed=11, common=sampling.server_model_seed(7)
+    )

@@ -129,11 +129,12 @@ def test_arguments_have_the_type_of_the_signature() -> None:
 def test_given_betas_go_before_the_methods_own() -> None:
     """FedClassAvg's `beta1` is for whichever optimizer has betas; what the user gives counts more."""
     one = FEDCLASSAVG.client(one_batch_task(), FEDCLASSAVG, FedClassAvgHParams())
+    (phase,) = one.planned()
     for name in ("adam", "adamw", "nadam"):
         spec = short(optimizer=name)
-        assert make_optimizer(network().parameters(), spec, one.adam_betas()).defaults["betas"] == (0.5, 0.999)
+        assert make_optimizer(network().parameters(), spec, phase.betas).defaults["betas"] == (0.5, 0.999)
         spec = spec.replaced(optimizer_args="betas=0.8,0.99")
-        assert make_optimizer(network().parameters(), spec, one.adam_betas()).defaults["betas"] == (0.8, 0.99)
+        assert make_optimizer(network().parameters(), spec, phase.betas).defaults["betas"] == (0.8, 0.99)
 
 
 def test_weight_decay_and_momentum_are_the_runs_and_not_torchs() -> None:
@@ -264,7 +265,7 @@ def test_kt_pfl_by_weight_moves_with_the_rate_of_the_round() -> None:
     before = {n: p.detach().clone() for n, p in made.model.named_parameters()}
     size = sum(made.model.state_dict()[n].numel() for n in made.up_names())
     made.round, made.target = 2, torch.zeros(size)
-    made.transfer()
+    made.before_training(Payload())
     for name, p in made.model.named_parameters():
         torch.testing.assert_close(p.detach(), 0.9 * before[name])  # 1 - 2 * 0.05
 
@@ -467,9 +468,9 @@ def test_a_node_trains_as_the_run_says(tmp_path: Path) -> None:
         rates.append(one.rate)
     assert rates == [0.2, 0.1, 0.1]
     assert one.class_weights is not None and one.class_weights.tolist() == [1, 2, 3, 4]
-    optimizer = make_optimizer(network().parameters(), one.train_spec())
+    optimizer = make_optimizer(network().parameters(), one.training)
     assert isinstance(optimizer, torch.optim.RMSprop) and optimizer.defaults["centered"]
-    assert len(step_rates(one.train_spec(), one.rate, 5)) == 5
+    assert len(step_rates(one.training, one.rate, 5)) == 5
 
 
 # ---- the loss that is printed ----------------------------------------------------------------------------------------
@@ -486,7 +487,7 @@ def test_the_training_loss_is_what_the_optimizer_minimised(
     """
     losses: list[tuple[float, int]] = []
     found: list[tuple[int, int, float]] = []
-    original, optimise = training.train, FedClient.optimise
+    original, run_phases = training.train, FedClient.run_phases
 
     def train(model: Any, x: Any, y: Any, spec: Any, inputs: Any, step_loss: Any, *args: Any, **further: Any) -> Any:
         def seen(batch: Any) -> Any:
@@ -497,14 +498,14 @@ def test_the_training_loss_is_what_the_optimizer_minimised(
         losses.clear()
         return original(model, x, y, spec, inputs, seen, *args, **further)
 
-    def watched(self: FedClient, payload: Payload) -> Any:
-        report = optimise(self, payload)
+    def watched(self: FedClient) -> Any:
+        report = run_phases(self)
         mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
         found.append((self.round, self.task.client, mean))
         return report
 
     monkeypatch.setattr("clients.base.train", train)
-    monkeypatch.setattr(FedClient, "optimise", watched)
+    monkeypatch.setattr(FedClient, "run_phases", watched)
     result = tiny(method=method, rounds=2, local_epochs=2, class_weights="balanced", final_training=False)
     table = result.clients.set_index(["round", "client"])["train_loss"]
     assert len(found) == len(table) == 6

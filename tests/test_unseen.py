@@ -102,7 +102,7 @@ def test_scores_of_a_newcomer_by_hand(tiny: Tiny) -> None:
             assert scored(adapted) == (row["unseen_received_correct"], row["unseen_received_loss"])
             continue
         for client, name in ((adapted, "trained"), (alone, "local")):
-            client.optimise(Payload())
+            client.run_phases()
             assert scored(client) == (row[f"unseen_{name}@{epochs}_correct"], row[f"unseen_{name}@{epochs}_loss"])
         assert scored(alone) != initial
     assert not [c for c in result.unseen if "@0" in c]

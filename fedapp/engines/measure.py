@@ -133,7 +133,7 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
         trained.train_round(payload, 1)
     assert trained is not None
     report = trained.report
-    epochs = method.client.epochs_in(1, config.training.local_epochs, hparams)
+    epochs = method.client(task, method, hparams).epochs()
     training = report.seconds / max(1, report.samples) * task.num_samples * epochs
     began = time.perf_counter()
     images = max(1, trained.measure("trained")["trained-total"])

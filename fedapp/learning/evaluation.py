@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -29,12 +29,14 @@ class Scores:
     correct, total : (C,) int64 per class.
     loss_sum : sum of the samples' cross-entropies, in nats.
     probabilities : (n, C) float64, the softmax of the logits that the loss is of; None where they were not asked for.
+    beside : further scores on the same samples, by name, that stand beside this one in a reply.
     """
 
     correct: NDArray[np.int64]
     total: NDArray[np.int64]
     loss_sum: float
     probabilities: NDArray[np.float64] | None = None
+    beside: Mapping[str, Scores] = field(default_factory=dict)
 
     @property
     def n(self) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedapp import sampling
 from fedapp.core.privacy import Privacy
 from fedapp.data.transforms import InputSpec
 from fedapp.lazy import Tensor, torch
@@ -26,6 +27,7 @@ class ModelSpec:
     name : architecture, a name of the model zoo, or an own model, `package.module:function`.
     num_classes : outputs of the head.   shape : of one sample as the model takes it, (C, H, W).
     seed : decides the initial values.   settings : of own models.   unit : representations of norm 1.
+    common : for the model of a client, the seed of the server's initial model; None for that one.
     """
 
     name: str
@@ -34,6 +36,12 @@ class ModelSpec:
     seed: int
     settings: ModelSettings = PLAIN
     unit: bool = False
+    common: int | None = None
+
+
+def with_common_seed(spec: ModelSpec) -> ModelSpec:
+    """Return the specification of a client's model with the seed of the server's initial model."""
+    return spec if spec.common is None else replace(spec, seed=spec.common)
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,8 @@ class Task:
 
     def spec(self, seed: int) -> ModelSpec:
         """Return the specification of this client's architecture with initial values of `seed`."""
-        return ModelSpec(self.model, self.num_classes, self.inputs.shape, seed, self.settings, self.unit)
+        common = sampling.server_model_seed(self.seed)
+        return ModelSpec(self.model, self.num_classes, self.inputs.shape, seed, self.settings, self.unit, common)
 
     def class_counts(self) -> NDArray[np.int64]:
         """Return the number of training images per class, (C,); private unless the method's page says otherwise."""

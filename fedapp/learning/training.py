@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 SHORT = TrainingSettings(local_epochs=1, lr=0.01, optimizer="sgd", momentum=0.9, weight_decay=0, clip=0, augment="none")
 """One epoch of SGD: the settings of a task that states none."""
+BETAS = (0.9, 0.999)
+"""Decay rates of the two moments of Adam and its relatives."""
 
 
 def rate_in(server_round: int, rates: Sequence[float], lr: float) -> float:
@@ -104,10 +106,15 @@ class Phase:
 
     Attributes
     ----------
-    loss : of one batch, a scalar tensor.   spec : the settings.   rate : learning rate; None = the round's, or `lr`.
+    loss : of one batch, a scalar tensor.   spec : the settings, with the epochs.
+    rate : learning rate; None = the round's, or `lr`.
     prefixes : dotted prefixes of the parameters that are trained, see `trained_alone`.
     draws : purpose of the generator that draws the batches; phases of one purpose see the same batches in a round.
-    model, parameters : what is trained; None = the client's model, and what its `parameters()` gives.
+    model : what is trained; None = the client's model. Several models are an `nn.ModuleList`.
+    parameters : returns the parameters of the optimizer, in groups where they are clipped apart; None = all.
+    rows : samples x (n, H, W, C) uint8 and labels y (n,); None = the training split. The report of a round is that of
+        the phases on the training split.
+    views, betas, on_gradients : see `train`.
     """
 
     loss: Callable[[Batch], Tensor]
@@ -115,8 +122,12 @@ class Phase:
     prefixes: tuple[str, ...] = ("",)
     draws: str = "batches"
     model: nn.Module | None = None
-    parameters: ParamsT | None = None
+    parameters: Callable[[], ParamsT] | None = None
     rate: float | None = None
+    rows: tuple[Tensor, Tensor] | None = None
+    views: int = 1
+    betas: tuple[float, float] = BETAS
+    on_gradients: Callable[[list[Tensor]], None] | None = None
 
 
 @contextlib.contextmanager
@@ -177,7 +188,7 @@ def needs_two(model: nn.Module, inputs: InputSpec) -> bool:
 
 
 def make_optimizer(
-    parameters: ParamsT, spec: TrainingSettings, betas: tuple[float, float] = (0.9, 0.999), rate: float | None = None
+    parameters: ParamsT, spec: TrainingSettings, betas: tuple[float, float] = BETAS, rate: float | None = None
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `spec` with empty memory: momentum and moments do not survive a round.
 
@@ -278,7 +289,8 @@ def train(
     *,
     parameters: ParamsT | None = None,
     views: int = 1,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float, float] = BETAS,
+    on_step: Callable[[Batch], None] | None = None,
     on_epoch: Callable[[int], None] | None = None,
     on_gradients: Callable[[list[Tensor]], None] | None = None,
     held: Iterable[nn.Module] = (),
@@ -298,6 +310,7 @@ def train(
         optimizers take them: in groups, such as one per model, each group is clipped by itself.
     views : independent augmentations per image.
     betas : decay rates of the moments, for optimizers that have them.
+    on_step : called after each step of the optimizer with its batch.
     on_epoch : called after each epoch with its number from 0.
     on_gradients : called in each step with all trained tensors, after the backward pass and before clipping and the
         optimizer's step, which adds weight decay.
@@ -348,8 +361,9 @@ def train(
                 optimizer.zero_grad(set_to_none=True)
                 if len(labels):  # a draw of DP-SGD may be empty
                     pictures = _views(raw, inputs, spec.augment, generator, views)
+                    batch = Batch(pictures[0], labels, pictures, index)
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=spec.precision == "bf16"):
-                        loss = step_loss(Batch(pictures[0], labels, pictures, index))
+                        loss = step_loss(batch)
                     loss.backward()  # type: ignore[no-untyped-call]
                     # The sum stays on the device: reading a number here would make every step wait for it.
                     total += loss.detach() * len(labels)
@@ -366,6 +380,8 @@ def train(
                 optimizer.step()
                 report.steps += 1
                 report.samples += len(labels)
+                if on_step is not None and len(labels):
+                    on_step(batch)
             if on_epoch is not None:
                 on_epoch(epoch)
     report.seconds = time.perf_counter() - started

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from clients.base import FedClient
 from clients.fedgh import FedGHClient
-from fedapp import sampling
+from fedapp.learning.task import ModelSpec, with_common_seed
 from fedapp.learning.training import Phase
 from fedapp.method import HEAD, Arrays, BaseHParams, Method, Payload
 from fedapp.privacy import statistics
 from fedapp.reduce.noised import Noised, noised
+
+if TYPE_CHECKING:
+    from fedapp.models import SplitModel
 
 
 class NoisedAnswers(FedClient):
@@ -36,7 +39,7 @@ class NoisedAnswers(FedClient):
         form = self.forms.get(f"query.{kind}")
         if form is None:
             return super().answer(kind, payload)
-        found = statistics.release(self, self.feature_batches(), form.moments, kind)
+        found = statistics.release(self, self.feature_batches(kind), form.moments, kind)
         return {form.prefix + name: array for name, array in found.items()}, self.measure("received")
 
 
@@ -49,17 +52,18 @@ class NoisedFedGHClient(NoisedAnswers, FedGHClient):
         if all(f"released/{n}" in self.own for n in names):
             self.released = True
         else:
-            found = statistics.release(self, self.feature_batches(), form.moments, "class means")
+            found = statistics.release(self, self.feature_batches("train"), form.moments, "class means")
             self.own |= {f"released/{n}": found[n] for n in names}
         return {form.prefix + n: self.own[f"released/{n}"] for n in names}
 
     def phases(self) -> Sequence[Phase]:
         """Train the head alone."""
-        return [Phase(self.step_loss, self.train_spec(), prefixes=HEAD)]
+        return [Phase(self.step_loss, self.training, HEAD)]
 
-    def initial_seed(self) -> int:
-        """Return the seed of the server's model, since means must be comparable."""
-        return sampling.server_model_seed(self.task.seed)
+    @classmethod
+    def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
+        """Build the model with the values of the server's, since means must be comparable."""
+        return super().build_model(with_common_seed(spec), hparams)
 
 
 @functools.lru_cache(maxsize=32)

@@ -84,7 +84,7 @@ def keep(
     }
     durable = client.store is not None and client.store.durable
     write_safetensors(
-        path, selection.everything(client.tuned if protocol == "tuned" else client.scored(protocol)), header, durable
+        path, selection.everything(client.tuned if protocol == "tuned" else client.model), header, durable
     )
 
 
@@ -294,7 +294,7 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     except ValueError as e:
         raise BadRequest(f"{path} does not fit the model '{spec.name}': {e}") from e
     client.configure_model(model, head.get("scalars", {}))
-    if not client.alone(hparams):
+    if not client.alone:
         warnings.warn(
             f"{path}: the scores of the run are not those of the stored model alone ({head['method']} with "
             f"{plain(head.get('method-args') or 'its defaults')}); it predicts with its head",

@@ -55,7 +55,7 @@ def cost(run: RunResult) -> tuple[float, float, float]:
         one.receive(payload)
         one.before_training(payload)
         with FlopCounterMode(display=False) as counter:
-            report = one.optimise(payload)
+            report = one.run_phases()
         per_image[name] = counter.get_total_flops() / report.samples
     flops = [per_image[name] * size * config.training.local_epochs for name, size in zip(built, sizes, strict=True)]
     return float(run.summary["bytes_up"]), float(run.summary["bytes_down"]), float(np.mean(flops))
