@@ -236,3 +236,51 @@ def test_private_parts_start_like_the_servers_model_or_with_a_seed_of_their_own(
         heads.append(extract(client.model, ["head.weight", "head.bias"]))
     assert equal(heads[0], heads[1]) == common
     assert equal(heads[0], {n: initial[n] for n in heads[0]}) == common
+
+
+def test_after_each_step_the_client_sees_its_batch_and_the_new_model() -> None:
+    task = one_batch_task(batch_size=4, epochs=2)
+    seen: list[tuple[int, bool]] = []
+
+    class Watching(FedClient):
+        def before_training(self, payload: Payload) -> None:
+            self.last = self.snapshot()
+
+        def after_step(self, batch: Batch) -> None:
+            seen.append((len(batch.y), all(torch.equal(a, b) for a, b in zip(self.last, self.snapshot(), strict=True))))
+            self.last = self.snapshot()
+
+    client = Watching(task, FEDAVG, BaseHParams())
+    client.train_round(whole(model_like(task)), 1)
+    assert seen == [(4, False)] * 6 and client.report.steps == 6
+
+
+def test_a_phase_on_other_rows_trains_on_them_and_is_not_in_the_report() -> None:
+    task = one_batch_task(epochs=1)
+    rows = task.x_train[:5], task.y_train[:5]
+    seen: list[int] = []
+
+    class Partly(FedClient):
+        def loss(self, batch: Batch) -> Tensor:
+            seen.append(len(batch.y))
+            return self.step_loss(batch)
+
+        def phases(self) -> Sequence[Phase]:
+            return [Phase(self.loss, self.training, draws="part", rows=rows), *super().phases()]
+
+    client = Partly(task, FEDAVG, BaseHParams())
+    client.train_round(whole(model_like(task)), 1)
+    assert seen == [5] and client.report.samples == 12 and client.epochs() == 1
+
+
+def test_the_query_before_round_1_has_a_function_of_its_own() -> None:
+    class Prepared(FedClient):
+        def answer_prepare(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+            return {"sum": self.task.x_train.double().sum(dim=0).numpy()}, {}
+
+    task = one_batch_task()
+    sent = whole(model_like(task))
+    arrays, count, numbers = Prepared(task, FEDAVG, BaseHParams()).answer_query("prepare", sent, 0)
+    assert list(arrays) == ["sum"] and count == 12 and not numbers
+    with pytest.raises(ValueError, match=r"'query\.prepare'"):
+        FedClient(task, FEDAVG, BaseHParams()).answer_query("prepare", sent, 0)
