@@ -44,7 +44,7 @@ GUIDES: dict[str, dict[str, dict[str, str]]] = {
             "Your data": "own-data.md",
             "Your model": "own-models.md",
             "Local training": "training.md",
-            "Write a method": "own-method.md",
+            "Add a method": "own-method.md",
         },
         "Simulate and deploy": {
             "Simulate": "simulation.md",
@@ -335,6 +335,14 @@ def _guides() -> dict[str, list[Any]]:
     known = {"index.md", *(p for sections in GUIDES.values() for pages in sections.values() for p in pages.values())}
     found["Guides"] += sorted(p.name for p in (ROOT / "docs").glob("*.md") if p.name not in known)
     return found
+
+
+def searched(place: str) -> dict[str, Any]:
+    """Return the weight of a page in the search: guides come first, and internal modules are left out."""
+    folder, _, name = place.rpartition("/")
+    if folder == "api" and name.startswith("fedapp.") and name.removesuffix(".md") not in sum(API.values(), ()):
+        return {"exclude": True}
+    return {"boost": 0.5 if folder in ("api", "reference") or place == "CHANGELOG.md" else 2}
 
 
 def navigation() -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -196,4 +197,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for page in ("index", "reference/keys/index", "api/fedapp.results.loading/index", "methods/ccvr/index"):
         assert (tmp_path / f"{page}.html").stat().st_size > 20_000
-    assert (tmp_path / "search" / "search_index.json").stat().st_size > 100_000
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    boosts = {page["location"].partition("#")[0]: page["boost"] for page in index}
+    assert boosts["scores/"] == boosts["methods/ccvr/"] == 2 and boosts["api/fedapp.results.loading/"] == 0.5
+    assert not [place for place in boosts if place.startswith("api/fedapp.core")]
