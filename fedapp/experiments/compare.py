@@ -156,12 +156,10 @@ def parse_partition(text: str) -> dict[str, Any]:
     kind, sep, number = text.strip().partition(":")
     if kind not in PARTITION_PARAMETER:
         raise BadRequest(f"unknown partition '{kind}'{suggest_choice(kind, PARTITION_PARAMETER)}")
-    key = PARTITION_PARAMETER[kind]
-    if not sep:
-        return {"partition": kind}
-    if key is None:
+    key = PARTITION_PARAMETER[kind] or ""
+    if sep and not key:
         raise BadRequest(f"--partitions {text}: {kind} takes no number")
-    return {"partition": kind, key: configuration.parse_value(key, number)}
+    return {"partition": kind} | ({key: configuration.parse_value(key, number)} if sep else {})
 
 
 def settings_of(
@@ -264,13 +262,10 @@ def _check_widths(config: RunConfig) -> None:
     if len(set(config.model.names)) == 1:
         return
     widths = {head_width(name) for name in config.model.names if not is_own(name)}
-    if own_names := set(filter(is_own, config.model.names)):
+    if any(map(is_own, config.model.names)):
         data = tasks.federated(config, config.data.clients)
-        widths |= {
-            head_width(name, data.dataset.num_classes, shape, config.model)
-            for name, shape in tasks.architectures(config, data)
-            if name in own_names
-        }
+        own = ((name, shape) for name, shape in tasks.architectures(config, data) if is_own(name))
+        widths |= {head_width(name, data.dataset.num_classes, shape, config.model) for name, shape in own}
     if len(widths) > 1 and method.same_width and (method.shared_prefixes(hparams) or method.extra_up):
         raise BadRequest(
             f"the models of {config.model.model} have features of widths {sorted(widths)}, but heads or "
@@ -331,12 +326,12 @@ def pending_config(config: RunConfig) -> RunConfig | None:
     ------
     BadRequest : the directory holds a run with another configuration, or something else.
     """
-    state = standing(config)
-    if state == "nothing kept":
-        try:
-            shutil.rmtree(config.storage.out)
-        except OSError as e:
-            raise BadRequest(f"{config.storage.out} cannot be removed ({e.strerror or e}); give another --out") from e
+    state, out = standing(config), config.storage.out
+    try:
+        if state == "nothing kept":
+            shutil.rmtree(out)
+    except OSError as e:
+        raise BadRequest(f"{out} cannot be removed ({e.strerror or e}); give another --out") from e
     return None if state == "done" else config.replaced(resume=state == "broken off")
 
 
@@ -440,7 +435,7 @@ def run_here(
 
 def run_on_ray(todo: Mapping[str, RunConfig], log: Path) -> dict[str, str]:
     """Run one after the other through `flwr run` on one Ray; returns the errors of the runs that failed, by name."""
-    failed = {}
+    failed: dict[str, str] = {}
     resources = runner.proposed(list(todo.values()))
     echo(resources.text, err=True)
     announce(runner.STARTING)
@@ -602,10 +597,9 @@ def repeats(jobs: Sequence[Job], out: Path) -> list[Job]:
 
 def execute(jobs: Sequence[Job], engine: str, out: Path, workers: int | None) -> dict[str, str]:
     """Run the jobs that have not finished; return the errors of those that failed, by name."""
-    pending = [(job, config) for job in jobs if (config := pending_config(job.config)) is not None]
-    todo = {job.name + f" {AGAIN}" * job.out.is_relative_to(out / AGAIN): config for job, config in pending}
-    if len(todo) < len(jobs):
-        there = len(jobs) - len(todo)
+    configs = {job.name + f" {AGAIN}" * job.out.is_relative_to(out / AGAIN): job.config for job in jobs}
+    todo = {name: left for name, config in configs.items() if (left := pending_config(config)) is not None}
+    if there := len(jobs) - len(todo):
         echo(f"{there} of {counted(len(jobs), 'run')} {'is' if len(jobs) == 1 else 'are'} there already", err=True)
     for config in todo.values():
         check_out(Path(config.storage.out), config.storage.resume)

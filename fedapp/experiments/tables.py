@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from fedapp.data.partitions import PARTITION_PARAMETER
+from fedapp.errors import counted
 from fedapp.experiments.jobs import Job
 from fedapp.results.answers import HARM, SETTING
 from fedapp.results.cells import write_table
@@ -151,12 +152,11 @@ def curves(jobs: Sequence[Job]) -> pd.DataFrame:
     -------
     Columns of :func:`describe`, `protocol`, and those of `RunResult.curve`.
     """
-    parts = []
-    for job in jobs:
-        for p in PROTOCOLS:
-            curve = job.result.curve(p)
-            if len(curve):
-                parts.append(curve.assign(**describe(job), protocol=p)[[*describe(job), "protocol", *curve.columns]])
+    parts = [
+        curve.assign(**(about := describe(job)), protocol=p)[[*about, "protocol", *curve.columns]]
+        for job, p in product(jobs, PROTOCOLS)
+        if len(curve := job.result.curve(p))
+    ]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
@@ -278,7 +278,7 @@ def verify(jobs: Sequence[Job]) -> Shared:
     if lines or not groups:
         return Shared(not lines, tuple(lines))
     seeds, settings = len({s for _, s in groups}), len({s for s, _ in groups})
-    where = f"{seeds} seed{'s' if seeds > 1 else ''}" + (f", {settings} settings" if settings > 1 else "")
+    where = counted(seeds, "seed") + (f", {settings} settings" if settings > 1 else "")
     same = "the same division of the data" if unknown else "the same data"
     text = f"checked by hash ({where}): all methods had {same} and the same clients each round"
     told = f"NOT CHECKED: an earlier version, which kept no hash of the data, made runs of {', '.join(unknown)}"
@@ -311,15 +311,13 @@ def write(
     if not table.empty:
         write_table(out / "results.csv", table)
     second = [j for j in again if j.result.ok]
-    for name, found in (
-        ("curves.csv", curves(jobs) if jobs else None),
-        ("significance.csv", significance(jobs, reference) if jobs else None),
-        (f"{AGAIN}.csv", results(second, "", alone=jobs) if second else None),
-    ):
-        if found is None:  # a table of an earlier call would be read as one of this call
+    made = {"curves.csv": curves(jobs), "significance.csv": significance(jobs, reference)} if jobs else {}
+    made |= {f"{AGAIN}.csv": results(second, "", alone=jobs)} if second else {}
+    for name in ("curves.csv", "significance.csv", f"{AGAIN}.csv"):
+        if name in made:
+            write_table(out / name, made[name])
+        else:  # a table of an earlier call would be read as one of this call
             (out / name).unlink(missing_ok=True)
-        else:
-            write_table(out / name, found)
     if any(j.result.sampled and not len(j.result.evaluations) for j in jobs):
         notes = [*notes, "completed rounds and MB to a target count points over all clients only; with sampled clients "
                  "that is the end of the run, unless --set evaluate-every=1 adds others"]  # fmt: skip

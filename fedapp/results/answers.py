@@ -147,12 +147,9 @@ class Answer:
         groups: dict[str, list[str]] = {}
         rows = sorted(self.tests["headline"].items(), key=lambda item: -abs(item[1]["mean_difference"]))
         for label, row in rows:
-            word = str(row["word"])
-            side = word.split()[0].rstrip(",") if word else "open"
-            text = (
-                f"{self.name(label)} by {100 * abs(row['mean_difference']):.1f} points ({intervals.interval_text(row)})"
-            )
-            groups.setdefault(side, []).append(text if side in ("better", "worse") else self.name(label))
+            side = str(row["word"] or "open").split()[0].rstrip(",")
+            by = f" by {100 * abs(row['mean_difference']):.1f} points ({intervals.interval_text(row)})"
+            groups.setdefault(side, []).append(self.name(label) + by * (side in ("better", "worse")))
         reference = self.name(self.reference)
         margin = f"{100 * rows[0][1]['margin']:.1f} points" if rows else ""
         heads = {
@@ -215,10 +212,7 @@ class Answer:
             return ""
         if self.seeds < 3 <= (asked := self.table["seed"].nunique()):
             return f"Only {counted(self.seeds, 'seed')} of {asked} finished with the reference and a method."
-        spread = mean_and_std([])[0]
-        errors = sorted(row["standard_error"] * math.sqrt(row["seeds"]) for row in rows if row["seeds"] > 1)
-        if errors:
-            spread = (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
+        spread = pd.Series([row["standard_error"] * math.sqrt(row["seeds"]) for row in rows], dtype=float).median()
         seconds = float(self.finished.groupby("variant")["run_seconds"].mean().sum())
         reference = ALONE if self.reference == self.alone else self.name(self.reference)
         return intervals.power_text(self.seeds, len(rows), reference, spread, seconds)
@@ -358,14 +352,10 @@ def _alert_lines(alerts: Sequence[str], width: int, everything: bool) -> list[st
         if not everything and len(lines) + len(wrapped) > ALERTS:
             if lines:
                 return [*lines, f"! {counted(len(alerts) - number, 'more alert')}"]
-            wrapped = [*wrapped[: ALERTS - 1], _cut(wrapped[ALERTS - 1], width)]
+            *wrapped, last = wrapped[:ALERTS]  # it goes on; words stay whole
+            wrapped.append(f"{last if len(last) + 2 <= width else last[: width - 2].rpartition(' ')[0]} …")
         lines += wrapped
     return lines
-
-
-def _cut(line: str, width: int) -> str:
-    """Say that a line goes on; words stay whole."""
-    return f"{line if len(line) + 2 <= width else line[: width - 2].rpartition(' ')[0]} …"
 
 
 def _paths(comparison: Comparison, everything: bool) -> Iterator[tuple[str, str]]:

@@ -80,11 +80,8 @@ class Spoken:
         kind = event.get("kind")
         if kind == "start":
             self.clients = int(event["clients"])
-            self.say(
-                f"{event['method']} on {event['dataset']}, {counted(self.clients, 'client')}, "
-                f"{counted(event['rounds'], 'round')}; "
-                f"results go to {event['out']}"
-            )
+            size = f"{counted(self.clients, 'client')}, {counted(event['rounds'], 'round')}"
+            self.say(f"{event['method']} on {event['dataset']}, {size}; results go to {event['out']}")
         if kind == "round":
             self.say(f"round {event['round']}/{event['rounds']}: {scores(event, self.clients)}")
         elif kind == "end":

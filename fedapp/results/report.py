@@ -254,11 +254,9 @@ def _plain(value: Any) -> str:
 
 
 def _dropped(run: RunResult) -> Table:
-    rows = [
-        [Cell(str(r["round"])), Cell(run.name_of(int(r["client"]))), str(r["stage"]), str(r["reason"])]
-        for _, r in run.dropped.head(MOST_ROWS).iterrows()
-    ]
-    return Table(["round", "client", "stage", "reason"], rows)
+    heads = ["round", "client", "stage", "reason"]
+    rows = run.dropped.reindex(columns=heads).head(MOST_ROWS).itertuples(index=False)
+    return Table(heads, [[Cell(str(n)), Cell(run.name_of(int(c))), str(stage), str(why)] for n, c, stage, why in rows])
 
 
 def _configuration(run: RunResult) -> tuple[Table, Table]:
@@ -384,9 +382,7 @@ NAMES = {"method", "variant", "reference"}
 
 def _other_tables(comparison: Comparison) -> Iterable[tuple[str, int, Table]]:
     """Yield name, number of rows and table of the CSV files beside results.csv that the page shows nowhere else."""
-    for path in sorted(comparison.out.glob("*.csv")):
-        if path.name in TABLES:
-            continue
+    for path in sorted(p for p in comparison.out.glob("*.csv") if p.name not in TABLES):
         try:
             table = read_table(path)
         except BadRequest:
@@ -424,29 +420,22 @@ def _link(run: RunResult, comparison: Comparison) -> str:
 
 def _comparison_warnings(comparison: Comparison) -> Table:
     seen: dict[str, list[str]] = {}
+    then = {True: "the same command again would fail in the same way", False: "the same command continues it"}
     for run in comparison.runs:
-        texts = [str(w) for w in run.summary.get("warnings") or []]
-        if not run.ok:
-            then = (
-                "the same command again would fail in the same way" if run.repeats else "the same command continues it"
-            )
-            texts.append(f"{run.failure} ({then})")
-        for text in texts:
+        failed = [] if run.ok else [f"{run.failure} ({then[run.repeats]})"]
+        for text in (*map(str, run.summary.get("warnings") or ()), *failed):
             seen.setdefault(text, []).append(place(run, comparison))
     return Table(["warning", "runs"], [[text, ", ".join(names)] for text, names in seen.items()])
 
 
 def _configurations(runs: Sequence[RunResult]) -> tuple[Table, Table]:
     """Return the keys that all runs share, and those in which they differ (`auto` is each method's own value)."""
-    shared, differing = [], []
-    for key in dict.fromkeys(k for r in runs for k in r.flat):
-        if key in ("out", "resume", "method", "seed"):
-            continue
+    rows = []
+    for key in dict.fromkeys(k for r in runs for k in r.flat if k not in ("out", "resume", "method", "seed")):
         by: dict[str, dict[str, None]] = {}
         for run in runs:
             by.setdefault(_setting(run.flat.get(key)), {})[method_title(run.method)] = None
-        if len(by) == 1:
-            shared.append([key, next(iter(by))])
-        else:
-            differing.append([key, "; ".join(f"{value}: {', '.join(names)}" for value, names in by.items())])
+        texts = by if len(by) == 1 else (f"{value}: {', '.join(names)}" for value, names in by.items())
+        rows.append((len(by) == 1, [key, "; ".join(texts)]))
+    shared, differing = ([row for same, row in rows if same is wanted] for wanted in (True, False))
     return Table(["key", "value"], shared), Table(["key", "values"], differing)

@@ -85,6 +85,14 @@ def forest(rows: Mapping[str, Mapping[str, Any] | str], reference: str) -> Figur
     return figure
 
 
+def _by_side(axes: Axes, table: pd.DataFrame, texts: Sequence[str], x: Array, y: Array, **how: Any) -> None:
+    """Draw a mark for each client, which says on which side it is."""
+    for side, (_, marker, colour) in SIDES.items():
+        chosen = np.flatnonzero(table["side"] == side).tolist()
+        (marks,) = axes.plot(x[chosen], y[chosen], marker, color=colour, **how)
+        name_marks(marks, [texts[i] for i in chosen])
+
+
 def _side_legend(figure: Figure, *more: Artist) -> None:
     marks = (key(word, marker=m, color=c, linestyle="none", markersize=6) for word, m, c in SIDES.values())
     legend(figure, *more, *marks)
@@ -105,10 +113,7 @@ def clients_alone(panels: Mapping[str, tuple[pd.DataFrame, Sequence[str]]], name
         axes.grid(axis="x")
         axes.hlines(place, table["alone"], table["score"], color=LINE, linewidth=2.4)
         axes.plot(table["alone"], place, "|", color=INK, markersize=7)
-        for side, (_, marker, colour) in SIDES.items():
-            chosen = np.flatnonzero(table["side"] == side).tolist()
-            (marks,) = axes.plot(table["score"].iloc[chosen], chosen, marker, color=colour, markersize=6)
-            name_marks(marks, [texts[i] for i in chosen])
+        _by_side(axes, table, texts, table["score"].to_numpy(), place, markersize=6)
         entitle(axes, title)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_yticks(place, names if not number or is_narrow() else [""] * len(names), fontsize=letters(7))
@@ -131,13 +136,8 @@ def gain_by_rows(panels: Mapping[str, tuple[pd.DataFrame, Sequence[str]]]) -> Fi
     figure, (grid,) = new_figure(WIDTH, 2.7, "training rows of the client", "gain in points", **across)
     for axes, (title, (table, texts)) in zip(grid, panels.items()):
         axes.axhline(0, color=INK, linewidth=0.8)
-        for side, (_, marker, colour) in SIDES.items():
-            chosen = np.flatnonzero(table["side"] == side).tolist()
-            part = table.iloc[chosen]
-            (marks,) = axes.plot(
-                part["rows"], 100 * (part["score"] - part["alone"]), marker, color=colour, markersize=5, alpha=0.8
-            )
-            name_marks(marks, [texts[i] for i in chosen])
+        gain = 100 * (table["score"] - table["alone"]).to_numpy()
+        _by_side(axes, table, texts, table["rows"].to_numpy(), gain, markersize=5, alpha=0.8)
         entitle(axes, title)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         rows = [table["rows"] for table, _ in panels.values()]
@@ -284,13 +284,10 @@ def sweep(
     crowded = log or ticks[-1] - ticks[0] > 12 * float(np.diff(ticks).min(initial=np.inf))
     for axes, (title, lines) in zip(grid, panels.items()):
         for curve in lines:
-            look = look_of(curve.label, labels)
-            spread = curve.spread
+            look, spread = look_of(curve.label, labels), curve.spread
             if percent and spread is not None:  # no share is above 1
-                half = np.nan_to_num(spread)
-                spread = np.stack(
-                    [half.clip(max=np.maximum(curve.mean, 0)), half.clip(max=np.maximum(1 - curve.mean, 0))]
-                )
+                rooms = np.maximum([curve.mean, 1 - curve.mean], 0)
+                spread = np.nan_to_num(spread).clip(max=rooms)
             axes.errorbar(curve.x, curve.mean, yerr=spread, label=curve.label, capsize=2, elinewidth=0.8, **look)
             if start:
                 axes.axhline(curve.mean[0], color=look["color"], linewidth=0.7, linestyle=DOTTED)
