@@ -5,8 +5,12 @@ without times.
 from __future__ import annotations
 
 import copy
+import functools
+import json
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +20,13 @@ from torch import Tensor, nn
 
 from clients.base import FedClient
 from fedapp import config as configuration
-from fedapp import sampling
+from fedapp import registry, sampling
 from fedapp.core.averages import RunningMean
 from fedapp.core.robust import UNGUARDED
 from fedapp.data import datasets
 from fedapp.data.transforms import InputSpec, normalise
+from fedapp.federation.context import server_context
+from fedapp.learning.state import ClientStore
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import SHORT
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
@@ -319,3 +325,62 @@ def federate(
         metrics = client(task).evaluate_round(Payload(arrays=sent.all(), scalars=sent.scalars), rounds + 1)
         scores[task.client] = metrics["received-correct"] / metrics["received-total"]
     return strategy, state, scores
+
+
+@functools.cache
+def small_tasks(method: str, args: str, clients: int) -> tuple[Task, ...]:
+    """The clients of a small federation on digits, of about 30 images each."""
+    config = configuration.from_flat({
+        "method": method, "method-args": args, "dataset": "digits", "clients": clients, "data-fraction": 0.1,
+        "alpha": 1.0, "local-epochs": 1, "batch-size": 16,
+    })  # fmt: skip
+    return tuple(simulated.simulated_task(config, k, clients, torch.device("cpu")) for k in range(clients))
+
+
+class SmallFederation:
+    """The server and real clients of any method, without an engine: for tests of all methods.
+
+    Attributes
+    ----------
+    strategy, state : the server before round 1.   tasks : the clients' data.
+    """
+
+    def __init__(self, method: str, args: str = "", clients: int = 4) -> None:
+        self.method, self.hparams = registry.configured(method, args)
+        self.folder = tempfile.TemporaryDirectory()  # deleted with this object
+        self.tasks = small_tasks(method, args, clients)
+        infos, width = [], 0
+        for task in self.tasks:
+            made = self.client(task.client)
+            metrics, facts = made.register()
+            shapes = {n: tuple(shape) for n, shape in json.loads(str(facts["shapes"])).items()}
+            n, width = int(metrics["num-examples"]), int(facts["width"])
+            infos.append(ClientInfo(task.client, n, task.model, task.num_classes, shapes, made.common_facts()))
+        made_of, self.strategy = self.tasks[0].spec(0), self.server()
+        self.context = server_context(self.method, self.hparams, made_of, infos, seed=1, width=width)
+        self.state = self.strategy.init(self.context)
+
+    def server(self) -> Strategy:
+        """A strategy that has seen no reply."""
+        made: Strategy = self.method.strategy(self.method, self.hparams)
+        made.context = getattr(self, "context", None)  # type: ignore[assignment]
+        return made
+
+    def client(self, number: int) -> FedClient:
+        """A client with what it stored in its last round."""
+        store = ClientStore(Path(self.folder.name) / str(number), self.method.id, "ab")
+        made: FedClient = self.method.client(self.tasks[number], self.method, self.hparams, store)
+        return made
+
+    def replies(self, state: ServerState, server_round: int = 1, clients: Iterable[int] = range(4)) -> list[Reply]:
+        """Train clients for a round; each reply passes the checks of a run."""
+        return [self.reply(k, server_round, self.strategy.send(state, server_round, k), state) for k in clients]
+
+    def reply(self, number: int, server_round: int, sent: Payload, state: ServerState, query: str = "") -> Reply:
+        """The checked reply of a client to a round, or to a query after the round."""
+        client = self.client(number)
+        done = client.answer_query(query, sent, server_round) if query else client.train_round(sent, server_round)
+        reply = Reply(number, done[1], done[0], done[2], kind=f"query.{query}" if query else "train")
+        wrong = refusal(self.strategy, state, reply)
+        assert wrong is None, wrong
+        return reply

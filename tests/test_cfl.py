@@ -6,21 +6,16 @@ import itertools
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from pydantic import ValidationError
 
-import fedapp
 from clients.base import FedClient
 from fedapp.learning.task import Task
 from fedapp.method import Arrays, Reply, ServerState
 from fedapp.models import selection
-from fedapp.transport import checkpoint
 from strategies import fedavg
 from strategies.cfl import CFL, METHOD, CFLHParams, bipartition
 from tests.handmade import (
-    DIGITS_BYTES,
     context,
     digit_tasks,
     digits_context,
@@ -252,13 +247,6 @@ def test_a_cluster_is_due_by_its_own_norms_since_it_was_made(
     assert strategy_of(smooth=2, **settings)._due(np.array(rows), 3, 0, 0) is due
 
 
-def test_the_defaults_are_the_pages() -> None:
-    assert CFLHParams().model_dump() == {
-        "thresholds": "relative", "r1": 0.4, "r2": 0.5, "eps1": 0.4, "eps2": 1.6, "linkage": "single", "gamma": 0.7,
-        "smooth": 3, "start_round": 10, "min_size": 2, "max_stale": 0, "weighting": "uniform",
-    }  # fmt: skip
-
-
 def rotating(scale: float, rounds: int, **values: Any) -> list[set[frozenset[int]]]:
     """Two pairs of opposite populations, all updates times `scale`; the clusters after each round."""
     directions = [(1, 0.1), (1, -0.1), (-1, 0.1), (-1, -0.1), (0, 1), (0, -1)]
@@ -396,26 +384,6 @@ def test_clients_that_did_not_move_are_no_obstacle() -> None:
     assert len(strategy.aggregate(state, 2, iter([]))["clusters"]) == 1
 
 
-def test_the_state_survives_a_checkpoint(tmp_path) -> None:
-    strategy = strategy_of()
-    state = strategy.init(context(point(0.0, 0.0), clients=4))
-    state = strategy.aggregate(state, 1, iter([moved(state, strategy, i, *STEPS[i]) for i in (0, 2)]))
-    checkpoint.save(tmp_path, 1, state, {})
-    _, back, _ = checkpoint.latest(tmp_path) or (0, {}, {})
-    following = [
-        strategy.aggregate(s, 2, iter([moved(s, strategy, i, *STEPS[i]) for i in (1, 3)])) for s in (state, back)
-    ]
-    assert groups(following[0]) == groups(following[1]) and len(following[0]["clusters"]) == 2
-    assert all(equal(following[0]["clusters"][c], following[1]["clusters"][c]) for c in following[0]["clusters"])
-    np.testing.assert_array_equal(following[0]["norms"], following[1]["norms"])
-
-
-def test_hyperparameters_are_checked() -> None:
-    for bad in ({"r1": -1}, {"smooth": 0}, {"gamma": 1.5}, {"thresholds": "loose"}, {"eps3": 1}):
-        with pytest.raises(ValidationError):
-            CFLHParams.model_validate(bad)
-
-
 @pytest.mark.parametrize("populations", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_contradicting_populations_are_told_apart(populations: int) -> None:
     """Each population shifts its labels: the defaults find them, without being told how many there are."""
@@ -425,31 +393,3 @@ def test_contradicting_populations_are_told_apart(populations: int) -> None:
     if populations == 2:
         _, _, single = federate(fedavg.METHOD, fedavg.METHOD.hparams(), tasks, 15)
         assert min(scores.values()) > max(single.values())
-
-
-def test_never_splitting_is_fedavg(tmp_path) -> None:
-    settings = {"clients": 4, "rounds": 3, "dataset": "digits", "data_fraction": 0.3}
-    args = "start_round=99 weighting=samples"
-    ours = fedapp.run(method="cfl", method_args=args, out=tmp_path / "cfl", **settings)
-    theirs = fedapp.run(method="fedavg", protocols="received,trained", out=tmp_path / "fedavg", **settings)
-    columns = [c for c in theirs.rounds.columns if not c.endswith("seconds") and not c.startswith("global")]
-    pd.testing.assert_frame_equal(ours.rounds[columns], theirs.rounds[columns], check_exact=True)
-    final = [c for c in theirs.final.columns if not c.endswith("seconds")]
-    pd.testing.assert_frame_equal(ours.final[final], theirs.final[final], check_exact=True)
-    assert ours.summary["bytes_down"] == ours.summary["bytes_up"] == DIGITS_BYTES
-    assert len(ours.summary["norms"]) == 3 and ours.summary["clusters"] == [[0, 1, 2, 3]]
-
-
-@pytest.mark.full
-def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path) -> None:
-    settings = {
-        "method": "cfl", "clients": 5, "dataset": "digits", "data_fraction": 0.3, "fraction_train": 0.6, "alpha": 0.1,
-        "method_args": "start_round=1 smooth=1 r1=1 r2=0 gamma=0",
-    }  # fmt: skip
-    whole = fedapp.run(rounds=5, out=tmp_path / "whole", **settings)
-    fedapp.run(rounds=3, out=tmp_path / "parts", **settings)
-    parts = fedapp.run(resume=tmp_path / "parts", rounds=5)
-    columns = [c for c in whole.rounds.columns if not c.endswith("seconds")]
-    pd.testing.assert_frame_equal(parts.rounds[columns], whole.rounds[columns], check_exact=True)
-    assert parts.summary["clusters"] == whole.summary["clusters"] and len(whole.summary["clusters"]) > 1
-    assert parts.summary["norms"] == whole.summary["norms"]

@@ -53,10 +53,20 @@ def test_two_rounds_and_only_the_declared_set_leaves(
     assert notes()[method]["costs"] == costs(result, seen), f"{NOTES} has other costs of {method}: {renew}"
 
 
-@pytest.mark.parametrize("method", methods())
-def test_resume_is_exact(method: str, tmp_path: Path) -> None:
+VARIANTS = (
+    "cfl start_round=1 smooth=1 r1=1 r2=0 gamma=0", "fedamp form=distance", "fedamp start=own", "fedfomo models=2",
+    "ifca clusters=3", "moon mu=5", "ccvr base=fedavgm epochs=3 samples=20",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*methods(), *(pytest.param(v, marks=pytest.mark.full) for v in VARIANTS)])
+def test_resume_is_exact(text: str, tmp_path: Path) -> None:
     """Four rounds equal two rounds, an end, and two resumed rounds, bit for bit."""
-    common = {**SETTINGS, "method": method, "fraction_train": 0.67, "clients": 4, "model": mixed(method), "seed": 3}
+    method, _, args = text.partition(" ")
+    common = {
+        **SETTINGS, "method": method, "method_args": args, "fraction_train": 0.67, "clients": 4,
+        "model": mixed(method), "seed": 3, "buffers": "local" if args else "global",
+    }  # fmt: skip
     straight = run(rounds=4, out=tmp_path / "straight", **common)
     run(rounds=2, out=tmp_path / "broken", **common)
     resumed = run(resume=tmp_path / "broken", rounds=4)

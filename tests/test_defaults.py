@@ -1,4 +1,7 @@
-"""The default of every hyperparameter: a change of one is a change of the published numbers, and must be meant."""
+"""The default of every hyperparameter, the values that it may have, and the models that may take part.
+
+A change of a default is a change of the published numbers, and must be meant.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 
 from fedapp import registry
 from fedapp.cli import listing
+from fedapp.errors import BadRequest
 from fedapp.method import TrainDefaults
 
 CCVR: dict[str, Any] = {
@@ -255,6 +259,44 @@ def test_limits(method: str) -> None:
         if getattr(bound, kind, None) is not None
     ]
     assert ", ".join(found) == LIMITS.get(method, "")
+
+
+FREE = {"base", "base_args", "layers"}
+"""Hyperparameters that are texts; what they name is looked up later."""
+FURTHER_LIMITS = [
+    "cwfedavg lam=-1",
+    "fedgh header_batch=0",
+    "fedghg header_batch=-1",
+    "pccvr clsnorm=true",
+    "fedavgm nesterov=true dampening=0.1",
+]
+
+
+@pytest.mark.parametrize("method", registry.discover())
+def test_a_word_that_is_no_value_is_refused_and_so_is_an_unknown_name(method: str) -> None:
+    entry = registry.get(method)
+    for name in [*(entry.hparams.model_fields.keys() - FREE), "nonsense"]:
+        with pytest.raises(BadRequest, match=name):
+            registry.parse_args(entry, f"{name}=nonsense")
+
+
+@pytest.mark.parametrize("text", FURTHER_LIMITS)
+def test_further_limits(text: str) -> None:
+    method, _, args = text.partition(" ")
+    with pytest.raises(BadRequest, match=args.partition("=")[0]):
+        registry.configured(method, args)
+
+
+MIXED = {"fd": False, "fedkd": False, "fml": False, "ktpfl": False, "local": False} | dict.fromkeys(
+    ("fedclassavg", "fedgh", "fedghg", "fedproto", "fedtgp", "lgfedavg"), True
+)
+"""Methods whose clients may have different architectures, and whether these must have one feature width."""
+
+
+def test_which_models_may_take_part() -> None:
+    found = registry.discover().values()
+    assert {m.id: m.same_width for m in found if m.heterogeneous} == MIXED
+    assert all(m.same_width for m in found if not m.heterogeneous)
 
 
 ADDING = {

@@ -23,7 +23,6 @@ from fedapp.learning.task import Task
 from fedapp.method import Arrays, BaseHParams, Payload
 from fedapp.models import SplitModel
 from fedapp.models.selection import everything
-from fedapp.transport import checkpoint
 from strategies.ditto import METHOD
 from strategies.fedavg import METHOD as FEDAVG
 from tests.handmade import InDouble, equal, model_like, one_batch_task, short, whole
@@ -78,26 +77,6 @@ def test_the_closed_form(lam: float) -> None:
         v = after(1, lam=lam, personal_epochs=steps)[0]
         assert v == pytest.approx(limit * (1 - (1 - 0.1 * (1 + lam)) ** steps), abs=1e-12)
     assert abs(v - 0.5) < (1.0 if lam == 0.5 else 0.2), "a strong pull leaves v near w"
-
-
-def test_without_the_pull_it_is_standalone_beside_fedavg(tiny: Tiny) -> None:
-    """Bit for bit, half of the clients in each round; the pull changes nothing of what travels."""
-    common: dict[str, Any] = {"clients": 4, "fraction_train": 0.5, "rounds": 3, "alpha": 0.3, "seed": 2}
-    free = tiny(method="ditto", method_args="lam=0 start=own", **common)
-    pulled = tiny(method="ditto", method_args="lam=0.5", **common)
-    fedavg, alone = tiny(method="fedavg", **common), tiny(method="local", **common)
-    personal = ["trained_correct", "trained_loss"]
-    for one, two in ((free.clients, alone.clients), (free.final, alone.final)):
-        assert one[personal].equals(two[personal])
-    assert free.clients["train_loss"].equals(alone.clients["train_loss"])
-    assert not pulled.clients[personal].equals(alone.clients[personal])
-    for run in (free, pulled):
-        assert run.clients[["received_correct", "received_loss"]].equals(
-            fedavg.clients[["received_correct", "received_loss"]]
-        )
-        assert run.rounds["global_loss"].equals(fedavg.rounds["global_loss"])
-        states = [checkpoint.latest(r.out / "checkpoint") for r in (run, fedavg)]
-        assert equal(*(found[1]["model"] for found in states if found))
 
 
 @pytest.mark.parametrize("start", ["common", "own"])

@@ -24,7 +24,6 @@ from fedapp.models import build_model, selection
 from fedapp.results.predict import read_model
 from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated
-from fedapp.transport import checkpoint
 from tests.closedform import (
     CLIENTS,
     B,
@@ -138,20 +137,6 @@ def test_without_any_class_the_model_stays_as_trained(method: str) -> None:
     assert strategy.report(after, {})["calibration"]["samples"] == 0
 
 
-@pytest.mark.parametrize("method", HEADS)
-def test_only_the_head_changes_and_a_second_repair_starts_from_the_trained_model(method: str, tmp_path: Path) -> None:
-    strategy, before = server(method)
-    once = strategy.finalize(before, asking(strategy, asker(strategy, CLIENTS)))
-    twice = strategy.finalize(once, asking(strategy, asker(strategy, CLIENTS)))
-    old, new = strategy.global_arrays(before), strategy.global_arrays(once)
-    assert {n for n in old if not np.array_equal(old[n], new[n])} == {W, B}
-    assert np.array_equal(wide(once[method]["head"]), wide(twice[method]["head"]))
-    assert once["model"] is before["model"] and strategy.untouched(once) == before
-    checkpoint.save(tmp_path, 1, once, {})
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and strategy.report(found[1], {}) == strategy.report(once, {})
-
-
 def test_the_factor_is_the_best_on_all_training_rows_and_changes_no_prediction() -> None:
     ctx, data = context(4, 5), random_data(3)
     plain, scaled = (repaired("fed3r", f"scale={t}", data, ctx) for t in ("none", "fit"))
@@ -192,10 +177,8 @@ def test_by_default_the_weights_are_as_long_as_those_of_the_trained_head(method:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda a: a.update({"head.weight": np.zeros((3, 2))}), "was not asked for"),
         (lambda a: a["sums/b"].__setitem__((0, 2), -3), "numbers of samples"),
         (lambda a: [a.update({n: 9 * a[n]}) for n in list(a)], "from a client of 5"),
-        (lambda a: a.pop("sums/b"), "sums consist of"),
     ],
 )
 def test_a_bad_answer_is_dropped_with_its_reason(change: Callable[[Any], Any], words: str) -> None:
@@ -216,8 +199,8 @@ def test_bad_losses_are_dropped(loss: Any) -> None:
 
 @pytest.mark.parametrize(
     ("args", "words"),
-    [("lam=0", "lam"), ("base=lgfedavg", "does not leave one"), ("base=fed3r", "does not leave one"),
-     ("base=none base.mu=1", "none has no hyperparameter 'base.mu'"), ("scale=2", "scale")],
+    [("base=lgfedavg", "does not leave one"), ("base=fed3r", "does not leave one"),
+     ("base=none base.mu=1", "none has no hyperparameter 'base.mu'")],
 )  # fmt: skip
 def test_bad_requests_are_found_before_training(args: str, words: str) -> None:
     outer = registry.get("fed3r")

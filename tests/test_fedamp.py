@@ -6,15 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch.nn import functional as F
 
-import fedapp
 from clients.fedamp import FedAMPClient, FedAMPHParams
 from fedapp import registry
 from fedapp.data.transforms import normalise
@@ -23,11 +20,9 @@ from fedapp.learning.state import ClientStore
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
 from fedapp.models import selection
-from fedapp.transport import checkpoint
 from reproduction.ledger import studies
 from strategies.fedamp import METHOD, FedAMP, attention
 from tests.handmade import (
-    DIGITS_BYTES,
     context,
     digit_tasks,
     digits_context,
@@ -164,16 +159,6 @@ def test_sharp_cosines_do_not_overflow_and_zero_models_have_a_direction_of_none(
     np.testing.assert_allclose(a[0], [0.5, 0.25, 0.25])
 
 
-@pytest.mark.parametrize("form", ["cosine", "distance"])
-def test_the_order_of_clients_does_not_matter(form: str) -> None:
-    rng = np.random.default_rng(3)
-    models = [random_model(rng) for _ in range(5)]
-    order = rng.permutation(5)
-    h = hparams_of(form=form)
-    a = attention(models, h)
-    np.testing.assert_allclose(attention([models[i] for i in order], h), a[np.ix_(order, order)], rtol=1e-9)
-
-
 def test_cosines_do_not_see_lengths_and_similar_models_weigh_more() -> None:
     rng = np.random.default_rng(4)
     models = [random_model(rng) for _ in range(4)]
@@ -239,16 +224,6 @@ def test_a_lone_participant_and_an_empty_round() -> None:
     after = strategy.aggregate(state, 1, iter([reply(1, 5, point(1, 2))]))
     assert equal(after["mixed"][1], point(1, 2))
     assert strategy.aggregate(after, 2, iter([])) is after
-
-
-def test_the_state_survives_a_checkpoint(tmp_path) -> None:
-    strategy = strategy_of()
-    state = strategy.init(context(point(9.0, 9.0)))
-    state = strategy.aggregate(state, 1, iter([reply(1, 5, point(1, 2)), reply(2, 5, point(2, 1))]))
-    checkpoint.save(tmp_path, 1, state, {})
-    _, back, _ = checkpoint.latest(tmp_path) or (0, {}, {})
-    for client in range(3):
-        assert equal(strategy.send(back, 2, client).all(), strategy.send(state, 2, client).all())
 
 
 def client_with(payload: Payload, **values: Any) -> FedAMPClient:
@@ -333,16 +308,6 @@ def test_training_may_start_from_the_own_model(tmp_path) -> None:
         store.folder.joinpath("ab.000002.safetensors").unlink()
 
 
-def test_the_defaults_are_the_pages() -> None:
-    values = hparams_of().model_dump()
-    assert values == {
-        "form": "cosine", "scale": 25.0, "xi": 0.5, "sigma": 10.0, "alpha": 10.0, "lam": 1.0, "start": "mix"
-    }  # fmt: skip
-    for bad in ({"xi": 1.1}, {"xi": -0.1}, {"lam": -1}, {"sigma": 0}, {"alpha": 0}):
-        with pytest.raises(ValidationError):
-            hparams_of(**bad)
-
-
 def test_the_stored_model_is_read_only_where_training_starts_from_it(tmp_path) -> None:
     (task,) = digit_tasks(1)
     store = ClientStore(tmp_path, "fedamp", "ab")
@@ -356,49 +321,3 @@ def test_the_stored_model_is_read_only_where_training_starts_from_it(tmp_path) -
 def test_a_client_that_never_trained_starts_from_what_it_received() -> None:
     client = client_with(initial(), start="own")
     assert equal(selection.extract(client.model, client.down_names()), initial().all())
-
-
-def table(result: Any, name: str, prefix: str) -> pd.DataFrame:
-    frame = getattr(result, name)
-    return frame[[c for c in frame.columns if c.startswith(prefix)]]
-
-
-def test_without_a_pull_the_first_round_is_fedavgs(tmp_path) -> None:
-    common = {"clients": 4, "rounds": 1, "dataset": "digits", "data_fraction": 0.3}
-    ours = fedapp.run(method="fedamp", method_args="lam=0", out=tmp_path / "fedamp", **common)
-    theirs = fedapp.run(method="fedavg", out=tmp_path / "fedavg", **common)
-    for prefix in ("received", "trained", "train_loss"):
-        pd.testing.assert_frame_equal(
-            table(ours, "clients", prefix), table(theirs, "clients", prefix), check_exact=True
-        )
-
-
-def test_own_start_without_a_pull_is_training_alone(tmp_path) -> None:
-    """The mix can then reach nobody's model, so its weights make no difference; with a pull they do."""
-    common = {"method": "fedamp", "clients": 4, "rounds": 3, "dataset": "digits", "data_fraction": 0.3}
-    alone = fedapp.run(method_args="xi=1 lam=0", out=tmp_path / "alone", **common)
-    own = fedapp.run(method_args="xi=0.1 lam=0 start=own", out=tmp_path / "own", **common)
-    pulled = fedapp.run(method_args="xi=0.1 lam=1 alpha=1 start=own", out=tmp_path / "pulled", **common)
-    for prefix in ("trained", "train_loss"):
-        pd.testing.assert_frame_equal(table(own, "clients", prefix), table(alone, "clients", prefix), check_exact=True)
-    assert not table(pulled, "clients", "trained").equals(table(alone, "clients", "trained"))
-    assert not table(own, "clients", "received").equals(table(alone, "clients", "received"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("args", ["", "form=distance", "start=own"])
-def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, args: str) -> None:
-    common = {
-        "method": "fedamp",
-        "method_args": args,
-        "clients": 5,
-        "dataset": "digits",
-        "data_fraction": 0.3,
-        "fraction_train": 0.6,
-    }
-    whole = fedapp.run(rounds=3, out=tmp_path / "whole", **common)
-    fedapp.run(rounds=2, out=tmp_path / "parts", **common)
-    parts = fedapp.run(resume=tmp_path / "parts", rounds=3)
-    columns = [c for c in whole.rounds.columns if not c.endswith("seconds")]
-    pd.testing.assert_frame_equal(parts.rounds[columns], whole.rounds[columns], check_exact=True)
-    assert whole.summary["bytes_down"] == whole.summary["bytes_up"] == DIGITS_BYTES

@@ -18,11 +18,10 @@ from fedapp import load
 from fedapp.config import from_flat
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
-from fedapp.method import BaseHParams, Payload
+from fedapp.method import Payload
 from fedapp.models import SplitModel, selection
-from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedetf import METHOD
-from tests.handmade import digit_tasks, equal, federate, full_batch, images, one_batch_task, steps_by_hand
+from tests.handmade import digit_tasks, equal, full_batch, images, one_batch_task, steps_by_hand
 
 TASK = one_batch_task(model="digits-a", classes=4)
 
@@ -95,14 +94,6 @@ def test_two_steps_are_descent_on_the_papers_loss_and_nothing_else_is_sent() -> 
         if name != ETF:
             np.testing.assert_allclose(found[name], p.detach(), rtol=1e-3, atol=5e-6)
     assert found["scale"][0] != 4.0 and torch.equal(made.model.etf, simplex(3))  # type: ignore[arg-type]
-
-
-def test_without_simplex_and_balance_it_is_fedavg_bit_for_bit() -> None:
-    tasks = digit_tasks(2, epochs=1)
-    fedavg = federate(FEDAVG, BaseHParams(), tasks, 2)[1]["model"]
-    found = federate(METHOD, FedETFHParams(etf=False, gamma=0), tasks, 2)[1]["model"]
-    assert equal(found, fedavg)
-    assert not equal(federate(METHOD, FedETFHParams(etf=False), tasks, 2)[1]["model"], fedavg)
 
 
 def test_absent_classes_and_the_scale_at_the_start() -> None:

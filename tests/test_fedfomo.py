@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from pydantic import ValidationError
 from torch.nn import functional as F
 
 import fedapp
@@ -285,23 +284,6 @@ def test_values_of_an_earlier_round_are_forgotten() -> None:
     assert made.after_training(Payload())[1] == {"fomo-weights": [0.0, 0.0]}
 
 
-def test_the_defaults_are_the_pages() -> None:
-    assert hparams_of().model_dump() == {
-        "models": 5, "baseline": "before", "validation": 0.2, "epsilon": 0.3, "decay": 0.95,
-    }  # fmt: skip
-    hparams_of(models=0, validation=0.5, epsilon=1, decay=1)
-    for bad in (
-        {"models": -1},
-        {"validation": 0},
-        {"validation": 1},
-        {"epsilon": 1.1},
-        {"epsilon": -1},
-        {"decay": 1.1},
-    ):
-        with pytest.raises(ValidationError):
-            hparams_of(**bad)
-
-
 def test_the_own_model_is_the_stored_one(tmp_path) -> None:
     """From its second round on a client is not sent its own model: it has it."""
     (task,) = digit_tasks(1)
@@ -471,16 +453,6 @@ def test_weights_that_are_not_m_numbers_are_refused(bad: Any) -> None:
     assert strategy_of(models=0).check({}, reply(0, 1, point(1))) is None
 
 
-def test_the_state_survives_a_checkpoint(tmp_path) -> None:
-    strategy = strategy_of(models=2)
-    state = trained_state(strategy, 4, np.random.default_rng(0).standard_normal((4, 4)))
-    checkpoint.save(tmp_path, 1, state, {})
-    _, back, _ = checkpoint.latest(tmp_path) or (0, {}, {})
-    for c in range(5):
-        assert strategy.slots(back, 2, c) == strategy.slots(state, 2, c)
-        assert equal(strategy.send(back, 2, c).all(), strategy.send(state, 2, c).all())
-
-
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
@@ -575,17 +547,3 @@ def test_round_one_does_not_depend_on_the_number_of_models(tmp_path) -> None:
     a = fedapp.run(method_args="models=0", out=tmp_path / "a", **common)
     b = fedapp.run(method_args="models=5", out=tmp_path / "b", **common)
     pd.testing.assert_frame_equal(deterministic(a.clients), deterministic(b.clients), check_exact=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("buffers", ["global", "local"])
-def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, buffers: str) -> None:
-    common = {
-        "method": "fedfomo", "method_args": "models=2", "clients": 5, "dataset": "digits", "data_fraction": 0.3,
-        "fraction_train": 0.6, "buffers": buffers,
-    }  # fmt: skip
-    whole = fedapp.run(rounds=4, out=tmp_path / "whole", **common)
-    fedapp.run(rounds=2, out=tmp_path / "parts", **common)
-    parts = fedapp.run(resume=tmp_path / "parts", rounds=4)
-    pd.testing.assert_frame_equal(deterministic(parts.clients), deterministic(whole.clients), check_exact=True)
-    pd.testing.assert_frame_equal(deterministic(parts.final), deterministic(whole.final), check_exact=True)

@@ -19,14 +19,11 @@ import fedapp
 from clients.fedgh import FedGHClient, FedGHHParams
 from fedapp.core.privacy import Privacy
 from fedapp.data.transforms import InputSpec
-from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
 from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
 from fedapp.reduce.reader import Policy
 from fedapp.results.runs import read_run
-from fedapp.transport import checkpoint
-from fedapp.transport.boundary import Contract, decoded_problem
 from strategies.fedgh import METHOD, FedGH, LARs, batches, header_step
 from tests import handmade
 from tests.handmade import refusal, short
@@ -162,14 +159,6 @@ def test_the_record_of_the_rounds() -> None:
     assert server.report(second, {})["classes_absent"] == {"1": [2], "2": [0]}
 
 
-def test_the_papers_and_the_defaults_values() -> None:
-    chosen = FedGHHParams()
-    assert (chosen.header_lr, chosen.header_batch, chosen.header_epochs, chosen.header_clip) == (0.01, "sample", 1, 50)
-    assert (chosen.order, chosen.mode, chosen.min_class_count) == ("shuffled", "trained", 1)
-    FedGHHParams(header_lr=0, header_epochs=1, header_clip=0, header_batch=1, min_class_count=1)
-    assert METHOD.heterogeneous and METHOD.same_width
-
-
 # ---- oracle --------------------------------------------------------------------------------------------------------
 
 
@@ -283,66 +272,13 @@ def test_column_sums_of_the_header_are_kept(seed: int, batch: str | int, classes
     assert abs(float(head(state)[1].sum())) < 3e-6
 
 
-def test_one_step_on_all_does_not_depend_on_the_order_of_clients() -> None:
-    many = [reply(i, [[1.0 + i, -i], [i, 0.5]], [i % 3, (i + 1) % 3]) for i in range(5)]
-    a = trained(many, header_batch="all", order="sorted")
-    b = trained(many[::-1], header_batch="all", order="sorted")
-    c = trained(many, header_batch="all", order="shuffled")
-    np.testing.assert_allclose(head(a)[0], head(b)[0], atol=1e-7)
-    np.testing.assert_allclose(head(a)[0], head(c)[0], atol=1e-7)
-
-
 def test_lars_are_not_weighted_by_samples() -> None:
     many, few = reply(0, *LAR_0), reply(0, *LAR_0)
     many = dataclasses.replace(many, num_samples=5000)
     assert np.array_equal(head(trained([many, reply(1, *LAR_1)]))[0], head(trained([few, reply(1, *LAR_1)]))[0])
 
 
-def test_the_old_state_is_left_alone() -> None:
-    server = strategy(header_lr=0.5)
-    start = server.init(context())
-    before = {n: a.copy() for n, a in start["model"].items()}
-    server.aggregate(start, 1, iter([reply(0, *LAR_0)]))
-    assert all(np.array_equal(start["model"][n], before[n]) for n in before) and start["covered"].shape == (0, 3)
-
-
 # ---- replies -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arrays", "words"),
-    [
-        ({"labels": np.zeros(1, np.int32)}, "missing"),
-        ({"lar": np.zeros((1, 2), np.float32)}, "missing"),
-        ({"lar": np.zeros((1, 3), np.float32), "labels": np.zeros(1, np.int32)}, "shape"),
-        ({"lar": np.zeros((2, 2), np.float32), "labels": np.zeros(1, np.int32)}, "shape"),
-        ({"lar": np.zeros(2, np.float32), "labels": np.zeros(1, np.int32)}, "shape"),
-        ({"lar": np.zeros((1, 2), np.float32), "labels": np.zeros((1, 1), np.int32)}, "shape"),
-        ({"lar": np.zeros((1, 2), np.float32), "labels": np.array([3], np.int32)}, "expected 0 .. 2"),
-        ({"lar": np.zeros((1, 2), np.float32), "labels": np.array([-1], np.int32)}, "expected 0 .. 2"),
-        ({"lar": np.zeros((2, 2), np.float32), "labels": np.array([1, 1], np.int32)}, "twice"),
-        ({"lar": np.zeros((1, 2), np.float32), "labels": np.zeros(1, np.float32)}, "dtype"),
-        ({"lar": np.zeros((1, 2), np.int32), "labels": np.zeros(1, np.int32)}, "dtype"),
-    ],
-)
-def test_bad_replies_are_refused(arrays: dict[str, np.ndarray], words: str) -> None:
-    server = strategy()
-    server.init(context())
-    assert words in str(refusal(server, {}, Reply(0, 5, arrays, {})))
-
-
-def test_a_row_that_is_not_finite_is_refused() -> None:
-    bad = reply(0, [[np.nan, 0.0]], [0])
-    assert "NaN" in str(decoded_problem(bad.arrays, Contract(0, "train", "fedgh", {}, lambda name: True, 1000, 5)))
-
-
-def test_an_undeclared_array_is_refused() -> None:
-    server = strategy()
-    server.init(context())
-    bad = reply(0, *LAR_0)
-    for name in ("counts", "head.weight", "features.fc1.weight"):
-        bad.arrays = {**reply(0, *LAR_0).arrays, name: np.zeros(3, np.float32)}
-        assert name in str(refusal(server, {}, bad))
 
 
 def test_a_reply_without_classes_is_fine_and_skipped() -> None:
@@ -490,56 +426,10 @@ def test_heterogeneous_extractors_partial_participation_and_covered_classes(tmp_
     assert all(len(c) >= 6 for c in summary["classes_absent"].values())
 
 
-def test_frozen_is_a_header_learning_rate_of_zero(tmp_path: Path) -> None:
-    found = {}
-    for name, hparams in (("frozen", {"mode": "frozen"}), ("zero", {"header_lr": 0}), ("moving", {"header_lr": 0.5})):
-        stores = {k: ClientStore(tmp_path / name / str(k), "fedgh", "ab") for k in range(2)}
-        tasks = handmade.digit_tasks(2, epochs=1)
-        found[name] = handmade.federate(METHOD, FedGHHParams(**hparams), tasks, 2, stores=stores)[1:]
-    (frozen, scores), (zero, same), (moving, _) = found.values()
-    assert scores == same and handmade.equal(frozen["model"], zero["model"])
-    assert frozen["moved"].tolist() == [0, 0] and np.array_equal(frozen["loss"], zero["loss"])
-    assert not np.array_equal(frozen["loss"], moving["loss"]) and (moving["moved"] > 0).all()
-
-
 def test_a_run_in_which_no_class_is_large_enough_to_be_sent(tmp_path: Path) -> None:
     result = run(tmp_path / "a", "min_class_count=1000")
     assert result.summary["bytes_up"] == 0 and result.summary["dropped"] == 0
     assert result.summary["header_moved"] == [0, 0] and result.summary["header_loss"] == [None, None]
-
-
-def test_the_state_survives_a_checkpoint(tmp_path: Path) -> None:
-    server = strategy()
-    for state in (server.init(context()), trained([reply(0, *LAR_0)])):
-        checkpoint.save(tmp_path, 1, state, {})
-        back = checkpoint.latest(tmp_path)
-        assert back is not None
-        for name in ("covered", "loss", "moved"):
-            assert np.array_equal(back[1][name], state[name]) and back[1][name].dtype == state[name].dtype
-        assert np.array_equal(back[1]["model"]["head.weight"], head(state)[0])
-        again, more = (server.aggregate(s, 2, iter([reply(1, *LAR_1)])) for s in (back[1], state))
-        assert handmade.equal(again["model"], more["model"]) and again["loss"].tolist() == more["loss"].tolist()
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        "header_batch=0",
-        "header_batch=most",
-        "header_lr=-1",
-        "header_epochs=0",
-        "header_clip=-1",
-        "order=random",
-        "min_class_count=0",
-        "mode=x",
-    ],
-)
-def test_bad_hyperparameters(args: str) -> None:
-    from fedapp.errors import BadRequest
-    from fedapp.registry import parse_args
-
-    with pytest.raises(BadRequest, match=args.split("=")[0]):
-        parse_args(METHOD, args)
 
 
 def test_a_number_as_batch_is_a_number() -> None:

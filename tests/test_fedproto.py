@@ -23,11 +23,8 @@ from fedapp.learning.training import Batch
 from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
 from fedapp.tasks import simulated as tasks
-from fedapp.transport import checkpoint
 from strategies.fedproto import METHOD, FedProto
 from tests.handmade import full_batch, images, participants, refusal, steps_by_hand
-
-COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
 
 
 def strategy(width: int = 2, classes: int = 3, **hparams: Any) -> tuple[FedProto, ServerState]:
@@ -141,33 +138,6 @@ def test_disjoint_classes_carry_nothing_from_one_client_to_another() -> None:
     mine = {0: [0.5, 1.0], 1: [2.0, 3.0]}
     state = server.aggregate(state, 1, iter([reply(0, mine), reply(1, {2: [9.0, 9.0], 3: [8.0, 8.0]})]))
     assert server.send(state, 2, 0).arrays["protos"].tolist() == list(mine.values())
-
-
-def test_state_survives_a_checkpoint(tmp_path: Any) -> None:
-    server, state = strategy()
-    state = server.aggregate(state, 1, iter([reply(k, rows) for k, (rows, _) in enumerate(WORKED)]))
-    checkpoint.save(tmp_path, 1, state, {})
-    found = checkpoint.latest(tmp_path)
-    assert found is not None
-    for client in (0, 1, 2):
-        a, b = server.send(state, 2, client).arrays, server.send(found[1], 2, client).arrays
-        assert all(np.array_equal(a[n], b[n]) for n in a)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"protos": np.zeros((2, 3), np.float32)}, "shape"),
-        ({"labels": np.array([0, 3], np.int32)}, "expected 0 .. 2"),
-        ({"labels": np.array([1, 1], np.int32)}, "twice"),
-        ({"counts": np.array([1, 2], np.int32)}, "'counts' was not asked for"),
-    ],
-)
-def test_bad_replies_are_refused(change: dict[str, np.ndarray], words: str) -> None:
-    server, _ = strategy()
-    bad = reply(0, {0: [1, 2], 1: [3, 4]})
-    bad.arrays.update(change)
-    assert words in str(refusal(server, {}, bad))
 
 
 def test_nearest_prototype_scores_are_remembered_and_averaged_over_clients() -> None:
@@ -315,7 +285,6 @@ def test_the_nearest_prototype_is_scored_and_may_be_the_prediction() -> None:
 
 
 def test_in_half_precision_the_distance_is_still_taken_in_float32() -> None:
-    assert METHOD.heterogeneous and METHOD.same_width
     made = client()
     sent = payload({c: [0.01] * 64 for c in range(10)})
     made.restore(1, sent)
@@ -328,17 +297,6 @@ def test_in_half_precision_the_distance_is_still_taken_in_float32() -> None:
         supervised = F.cross_entropy(made.model.classify(z), y)
     assert z.dtype == torch.bfloat16
     assert loss.item() == pytest.approx((supervised + (z.float() - 0.01).square().mean()).item(), rel=1e-5)
-
-
-def test_without_the_term_it_is_standalone(tiny: Callable[..., RunResult]) -> None:
-    model = "digits-a,digits-b"
-    alone = tiny(method="local", rounds=3, model=model)
-    for args in ("lam=0", "lam=0 collect=train average=count down=all"):
-        same = tiny(method="fedproto", method_args=args, rounds=3, model=model)
-        assert same.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
-    pulled = tiny(method="fedproto", rounds=3, model=model)
-    assert pulled.rounds[COLUMNS].iloc[0].equals(alone.rounds[COLUMNS].iloc[0]), "round 1 is plain training"
-    assert not pulled.rounds[COLUMNS].iloc[1].equals(alone.rounds[COLUMNS].iloc[1])
 
 
 def test_bytes_are_those_of_the_clients_classes(tiny: Callable[..., RunResult]) -> None:

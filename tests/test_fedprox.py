@@ -9,25 +9,16 @@ import pytest
 import torch
 
 from clients.fedprox import FedProxClient, FedProxHParams
-from fedapp.errors import BadRequest
 from fedapp.learning.training import Batch
-from fedapp.method import Reply
 from fedapp.models import SplitModel
-from fedapp.registry import parse_args
-from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedprox import METHOD
 from tests.handmade import (
     assert_close,
-    context,
     cross_entropy,
     descend,
-    digit_tasks,
-    equal,
-    federate,
     model_like,
     one_batch_task,
     pixels,
-    random_model,
     whole,
 )
 
@@ -86,30 +77,3 @@ def test_a_larger_mu_stays_nearer_to_what_was_received() -> None:
         return float(sum(((arrays[n] - p.detach().numpy()) ** 2).sum() for n, p in sent.named_parameters()))
 
     assert distance(0) > distance(0.1) > distance(1.0) > distance(3.0)
-
-
-def test_mu_zero_is_fedavg_bit_for_bit() -> None:
-    tasks = digit_tasks(3)
-    present = {1: [0, 1, 2], 2: [0, 2]}.__getitem__
-    _, mine, scores = federate(METHOD, FedProxHParams(mu=0), tasks, 2, present=present)
-    _, fedavg, expected = federate(FEDAVG, FEDAVG.hparams(), tasks, 2, present=present)
-    _, other, _ = federate(METHOD, FedProxHParams(mu=0.1), tasks, 2, present=present)
-    assert equal(mine["model"], fedavg["model"]) and scores == expected
-    assert not equal(other["model"], fedavg["model"])
-
-
-def test_the_server_averages_as_fedavg_does() -> None:
-    models = [random_model(np.random.default_rng(k)) for k in range(3)]
-    server = METHOD.strategy(METHOD, FedProxHParams())
-    state = server.init(context(models[0]))
-    after = server.aggregate(state, 1, iter([Reply(k, n, m, {}) for k, (n, m) in enumerate(zip((30, 10, 20), models))]))
-    for name in models[0]:
-        expected = (30.0 * models[0][name] + 10.0 * models[1][name] + 20.0 * models[2][name]) / 60
-        np.testing.assert_allclose(after["model"][name], expected, atol=1e-6)
-    assert server.global_arrays(after) == after["model"]
-
-
-def test_a_negative_mu_is_refused() -> None:
-    assert FedProxHParams().mu == 0.01
-    with pytest.raises(BadRequest, match="mu"):
-        parse_args(METHOD, "mu=-0.1")

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from clients.fedbabu import FedBABUClient, FedBABUHParams
 from clients.fedrep import FedRepClient, FedRepHParams
-from fedapp.engines.local import RunResult
 from fedapp.method import Payload, Reply
 from fedapp.models.selection import everything, extract
 from strategies.fedbabu import METHOD as FEDBABU
 from strategies.fedrep import METHOD
-from tests.handmade import TOY, context, deterministic, digit_tasks, equal, head_of, model_like, on_toy, toy_task
+from tests.handmade import TOY, context, digit_tasks, equal, head_of, model_like, on_toy, toy_task
 from tests.test_fedper import BODY, STEPPED
 
-Tiny = Callable[..., RunResult]
 HEAD = ("head.weight", "head.bias")
 
 
@@ -55,16 +51,6 @@ def test_each_phase_leaves_the_other_part_alone(momentum: float) -> None:
     start = FedRepClient(task, METHOD, FedRepHParams())
     start.restore(1, body)
     assert equal(body_alone[1], extract(start.model, HEAD)) and not equal(body_alone[0], both[0])
-
-
-@pytest.mark.parametrize("start", ["common", "own"])
-def test_both_phases_together_are_fedper(start: str, tiny: Tiny) -> None:
-    common: dict[str, Any] = {"clients": 4, "fraction_train": 0.5, "alpha": 0.3, "unseen": "1", "adapt_epochs": "1"}
-    ours = tiny(method="fedrep", method_args=f"phases=joint start={start}", **common)
-    theirs = tiny(method="fedper", method_args=f"start={start}", **common)
-    for name in ("clients", "final", "unseen"):
-        one, two = (deterministic(getattr(run, name)) for run in (ours, theirs))
-        pd.testing.assert_frame_equal(one, two, check_exact=True)
 
 
 @pytest.mark.parametrize("batch_size", [40, 8])

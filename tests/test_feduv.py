@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clients.base import FedClient
 from clients.feduv import FedUVClient, FedUVHParams, uniformity_loss, variance_loss
 from fedapp import run
 from fedapp.data.transforms import InputSpec, normalise
@@ -23,10 +21,8 @@ from fedapp.learning.training import Batch
 from fedapp.method import Payload
 from fedapp.models import build_model
 from fedapp.models.selection import extract, merge
-from strategies.base import Strategy
-from strategies.fedavg import METHOD as FEDAVG
 from strategies.feduv import METHOD
-from tests.handmade import context, equal, full_batch, images, point, reply, short, steps_by_hand
+from tests.handmade import full_batch, images, short, steps_by_hand
 
 INPUTS = InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,))
 LOGITS = torch.tensor([[2.0, 0, 0], [0, 1, 0], [1, 1, 0]], dtype=torch.float64)
@@ -208,55 +204,10 @@ def test_two_local_steps_are_descent_on_the_papers_loss() -> None:
         np.testing.assert_allclose(arrays[name], value.detach(), rtol=1e-3, atol=1e-5)
 
 
-def test_the_server_averages_by_samples() -> None:
-    server: Strategy = METHOD.strategy(METHOD, FedUVHParams())
-    state = server.init(context(point(9.0, 9.0), clients=2))
-    state = server.aggregate(state, 1, iter([reply(0, 30, point(1, 2)), reply(1, 10, point(5, 6))]))
-    assert server.global_arrays(state) is not None and state["model"]["head.weight"].tolist() == [2.0, 3.0]
-    assert equal(server.send(state, 2, 0).all(), state["model"])
-
-
-def test_the_defaults_are_the_pages() -> None:
-    assert (FedUVHParams().lam, FedUVHParams().mu) == (2.5, 0.5)
-
-
-def test_at_zero_weights_training_is_fedavgs_bit_for_bit() -> None:
-    expected, _, _ = FedClient(task(), FEDAVG, FEDAVG.hparams(), None).train_round(payload(1), 1)
-    zero, _, _ = client(lam=0, mu=0).train_round(payload(1), 1)
-    full, _, _ = client().train_round(payload(1), 1)
-    assert zero.keys() == expected.keys() == full.keys()
-    assert all((zero[n] == expected[n]).all() for n in expected)
-    assert not all((full[n] == expected[n]).all() for n in expected)
-
-
 def test_one_sample_and_bf16_are_no_trouble() -> None:
     for job in (task(1), task(precision="bf16")):
         _, _, metrics = FedUVClient(job, METHOD, FedUVHParams(), None).train_round(payload(1), 1)
         assert math.isfinite(metrics["train-loss"])
-
-
-def test_at_zero_weights_a_run_gives_fedavgs_table(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "clients": 4,
-        "rounds": 3,
-        "dataset": "digits",
-        "data_fraction": 0.3,
-        "fraction_train": 0.5,
-    }
-    plain = run(method="fedavg", out=tmp_path / "a", **settings).rounds
-    zero = run(method="feduv", method_args="lam=0 mu=0", out=tmp_path / "z", **settings).rounds
-    kept = [c for c in plain.columns if not c.endswith("seconds")]
-    pd.testing.assert_frame_equal(plain[kept], zero[kept])
-
-
-@pytest.mark.full
-def test_resume_under_partial_participation_is_exact(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"method": "feduv", "clients": 4, "fraction_train": 0.5}
-    whole = run(rounds=4, out=tmp_path / "whole", **settings).rounds
-    run(rounds=2, out=tmp_path / "parts", **settings)
-    parts = run(resume=tmp_path / "parts", rounds=4).rounds
-    kept = [c for c in whole.columns if not c.endswith("seconds")]
-    pd.testing.assert_frame_equal(whole[kept], parts[kept])
 
 
 def test_clients_of_one_class_train_without_nan(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch.nn import functional as F
@@ -26,7 +25,6 @@ from strategies.ifca import IFCA, METHOD
 from tests.handmade import (
     DIGITS_BYTES,
     context,
-    deterministic,
     digit_tasks,
     digits_context,
     equal,
@@ -106,17 +104,6 @@ def test_the_models_of_one_cluster_may_not_be_those_of_another() -> None:
     made, ctx = strategy_of(clusters=3), context(start(1, 2, 3))
     assert len(made.init(ctx)["clusters"]) == 3, "equal biases are not equal models"
     assert made.context is ctx
-
-
-def test_the_old_state_is_left_alone_and_without_replies_nothing_moves() -> None:
-    strategy = strategy_of()
-    state = strategy.init(context(lambda k: point(k, 1.0)))
-    before = {c: flat(m).copy() for c, m in state["clusters"].items()}
-    after = strategy.aggregate(state, 1, iter([reply(0, 3, point(5, 5), ifca_cluster=1)]))
-    assert all(np.array_equal(before[c], flat(state["clusters"][c])) for c in before)
-    still = strategy.aggregate(after, 2, iter([]))
-    assert all(equal(still["clusters"][c], after["clusters"][c]) for c in before)
-    assert still["chosen"] == {0: 1}
 
 
 def test_absent_clients_keep_their_place() -> None:
@@ -240,16 +227,6 @@ def test_contradicting_populations_are_told_apart() -> None:
     assert min(scores.values()) > max(single.values())
 
 
-def test_one_cluster_is_fedavg(tmp_path) -> None:
-    settings = {"clients": 4, "rounds": 2, "dataset": "digits", "data_fraction": 0.3}
-    ours = fedapp.run(method="ifca", method_args="clusters=1", out=tmp_path / "ifca", **settings)
-    theirs = fedapp.run(method="fedavg", protocols="received,trained", out=tmp_path / "fedavg", **settings)
-    columns = [c for c in deterministic(theirs.rounds) if not c.startswith("global")]
-    pd.testing.assert_frame_equal(ours.rounds[columns], theirs.rounds[columns], check_exact=True)
-    final = deterministic(theirs.final)
-    pd.testing.assert_frame_equal(ours.final[final.columns], final, check_exact=True)
-
-
 @pytest.mark.parametrize(
     ("args", "down"),
     [("", 2 * DIGITS_BYTES), ("clusters=3", 3 * DIGITS_BYTES), ("trunk=shared", DIGITS_BYTES + 4 * 650)],
@@ -262,24 +239,6 @@ def test_bytes_and_both_protocols(tmp_path, args: str, down: int) -> None:
     assert result.summary["bytes_up"] == DIGITS_BYTES
     assert sorted(c for members in result.summary["clusters"] for c in members) == [0, 1, 2]
     assert result.rounds[["received_accuracy", "trained_accuracy"]].notna().all(axis=None)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("buffers", ["global", "local"])
-def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, buffers: str) -> None:
-    settings = {
-        "method": "ifca",
-        "clients": 5,
-        "dataset": "digits",
-        "data_fraction": 0.3,
-        "fraction_train": 0.6,
-        "buffers": buffers,
-    }
-    whole = fedapp.run(rounds=3, out=tmp_path / "whole", **settings)
-    fedapp.run(rounds=2, out=tmp_path / "parts", **settings)
-    parts = fedapp.run(resume=tmp_path / "parts", rounds=3)
-    pd.testing.assert_frame_equal(deterministic(parts.rounds), deterministic(whole.rounds), check_exact=True)
-    assert parts.summary["clusters"] == whole.summary["clusters"]
 
 
 @pytest.mark.parametrize("trunk", ["clustered", "shared"])

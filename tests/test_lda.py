@@ -7,9 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fedapp import registry
 from fedapp.engines.local import RunResult
-from fedapp.errors import BadRequest
 from tests.closedform import CLIENTS, B, W, context, one_class_each, random_data, repaired, together
 
 
@@ -59,11 +57,6 @@ def test_a_map_of_the_features_changes_no_prediction() -> None:
 def test_one_sample_of_each_class_has_no_spread() -> None:
     head = repaired("lda", data=[([[1, 0]], [0]), ([[0, 2]], [1])])[0]
     np.testing.assert_allclose(head[W][:2], [[1, 0], [0, 2]], atol=1e-7)
-
-
-def test_shrinkage_is_needed() -> None:
-    with pytest.raises(BadRequest, match="shrink"):
-        registry.parse_args(registry.get("lda"), "shrink=0")
 
 
 def test_a_federation(tiny: Callable[..., RunResult]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from torch.nn import functional as F
 
 from clients.base import FedClient
 from clients.moon import MoonClient, MoonHParams
-from fedapp import run
 from fedapp.core.contrastive import moon_contrast
 from fedapp.data.transforms import InputSpec, normalise
 from fedapp.learning.state import ClientStore, read_safetensors
@@ -25,10 +23,9 @@ from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
 from fedapp.models import SplitModel, build_model
 from fedapp.models.selection import extract, merge
-from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.moon import METHOD
-from tests.handmade import context, deterministic, equal, full_batch, images, point, reply, short, steps_by_hand
+from tests.handmade import full_batch, images, short, steps_by_hand
 
 INPUTS = InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,))
 
@@ -142,14 +139,6 @@ def test_two_local_steps_are_descent_on_the_papers_loss(tmp_path: Path) -> None:
         np.testing.assert_allclose(arrays[name], value, rtol=1e-3, atol=1e-5)
 
 
-def test_the_server_averages_by_samples() -> None:
-    server: Strategy = METHOD.strategy(METHOD, MoonHParams())
-    state = server.init(context(point(9.0, 9.0), clients=2))
-    state = server.aggregate(state, 1, iter([reply(0, 30, point(1, 2)), reply(1, 10, point(5, 6))]))
-    assert server.global_arrays(state) is not None and state["model"]["head.weight"].tolist() == [2.0, 3.0]
-    assert equal(server.send(state, 2, 0).all(), state["model"])
-
-
 def test_gradient_reaches_the_extractor_and_leaves_the_head_to_cross_entropy(tmp_path: Path) -> None:
     made = ready(tmp_path, mu=3.0)
     got = batch(made, [1, 2, 3, 4])
@@ -257,10 +246,6 @@ def test_nothing_but_the_model_is_sent_and_stored(tmp_path: Path) -> None:
     assert all(name.startswith("model/") for name in stored)
 
 
-def test_the_defaults_are_the_pages() -> None:
-    assert (MoonHParams().mu, MoonHParams().tau) == (1.0, 0.5)
-
-
 def test_without_a_weight_no_model_is_frozen(tmp_path: Path) -> None:
     assert ready(tmp_path, mu=0.0).frozen == ()
 
@@ -270,28 +255,6 @@ def test_one_sample_and_bf16_are_no_trouble(tmp_path: Path) -> None:
         client(tmp_path / name, job).train_round(payload(1), 1)
         _, _, metrics = client(tmp_path / name, job).train_round(payload(2), 2)
         assert math.isfinite(metrics["train-loss"])
-
-
-def test_at_mu_zero_a_run_gives_fedavgs_table(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "clients": 3,
-        "rounds": 3,
-        "dataset": "digits",
-        "data_fraction": 0.3,
-        "fraction_train": 0.67,
-    }
-    plain = run(method="fedavg", out=tmp_path / "a", **settings).rounds
-    zero = run(method="moon", method_args="mu=0", out=tmp_path / "z", **settings).rounds
-    pd.testing.assert_frame_equal(deterministic(plain), deterministic(zero), check_exact=True)
-
-
-@pytest.mark.full
-def test_resume_finds_the_previous_models(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"method": "moon", "method_args": "mu=5", "clients": 3, "fraction_train": 0.67}
-    whole = run(rounds=3, out=tmp_path / "whole", **settings).rounds
-    run(rounds=2, out=tmp_path / "parts", **settings)
-    parts = run(resume=tmp_path / "parts", rounds=3).rounds
-    pd.testing.assert_frame_equal(deterministic(whole), deterministic(parts), check_exact=True)
 
 
 def test_the_model_named_moon_contrasts_its_projection(tmp_path: Path) -> None:

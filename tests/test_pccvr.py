@@ -16,7 +16,6 @@ from clients.pccvr import PersonalCCVRClient, shares
 from fedapp import config, registry
 from fedapp.engines import runner
 from fedapp.engines.local import RunResult
-from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Method, Payload, Reply
 from fedapp.models import selection
@@ -166,20 +165,6 @@ def test_it_sends_what_ccvr_sends_and_is_ccvr_but_for_the_bias(
         wanted = np.log(shares(task.class_counts(), 1)) + np.log(10)
         np.testing.assert_allclose(gap, wanted, atol=1e-5)
         assert np.array_equal(kept[W], a[W])
-
-
-def test_without_calibration_it_is_the_base(tiny: Tiny) -> None:
-    plain = tiny(method="fedavg", rounds=1)
-    found = tiny(method="pccvr", method_args="epochs=0", rounds=1)
-    pd.testing.assert_frame_equal(deterministic(plain.final), deterministic(found.final), check_exact=True)
-    assert "personal" not in found.summary
-
-
-def test_a_normalised_head_is_refused() -> None:
-    with pytest.raises(BadRequest, match="clsnorm=true has no bias"):
-        method_of("clsnorm=true")
-    with pytest.raises(BadRequest, match="smooth"):
-        method_of("smooth=0")
 
 
 def test_the_server_sends_the_counts_of_all_clients_where_they_are_needed(tiny: Tiny) -> None:

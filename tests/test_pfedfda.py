@@ -270,18 +270,10 @@ def test_the_server_averages_by_samples_and_refuses_what_does_not_fit() -> None:
     assert [refusal(server, state, r) for r in sent] == [None, None]
     after = server.aggregate(state, 1, iter(sent))
     assert all(np.allclose(a, 2.5) for a in after["model"].values())
-    assert handmade.equal(server.aggregate(state, 1, iter([]))["model"], start), "nobody answered"
     assert server.send(state, 1, 0).common.keys() == start.keys() and server.global_arrays(state) is None
     good = sent[0].arrays
-    for name, bad, words in (
-        ("mean", np.zeros((2, 2), np.float32), "is float32 (2, 2), expected float32 (3, 2)"),
-        ("mean", np.zeros((3, 2), np.int32), "is int32"),
-        ("cov", np.zeros(4, np.float32), "expected float32 (3,)"),
-        ("cov", np.array([1, 0, -1], np.float32), "negative"),
-        ("cov", None, "is missing"),
-    ):
-        arrays = {n: a for n, a in {**good, GAUSSIANS + name: bad}.items() if a is not None}
-        assert words in str(refusal(server, state, replace(sent[0], arrays=arrays)))
+    negative = {**good, GAUSSIANS + "cov": np.array([1, 0, -1], np.float32)}
+    assert "negative" in str(refusal(server, state, replace(sent[0], arrays=negative)))
     off = {**good, GAUSSIANS + "cov": np.array([1, -5, 1], np.float32)}
     assert refusal(server, state, replace(sent[0], arrays=off)) is None
 
