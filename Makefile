@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test full quick slow mutants: export OMP_NUM_THREADS := 1
 WORKERS := -n auto
 # The mathematics: the core, every method, the local learning; without whole federations.
-QUICK := $(sort $(wildcard tests/test_defaults.py tests/test_core_*.py $(patsubst %,tests/test_%.py,$(notdir \
+QUICK := $(sort $(wildcard tests/test_defaults.py tests/test_aggregation.py tests/test_core_*.py $(patsubst %,tests/test_%.py,$(notdir \
 	$(basename $(wildcard strategies/*.py clients/*.py fedapp/learning/*.py))))))
 
 .PHONY: run test full quick slow mutants goldens bench lint docs setup clean

@@ -384,7 +384,8 @@ def test_clients_that_did_not_move_are_no_obstacle() -> None:
     assert len(strategy.aggregate(state, 2, iter([]))["clusters"]) == 1
 
 
-@pytest.mark.parametrize("populations", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("populations", [2, 3])
 def test_contradicting_populations_are_told_apart(populations: int) -> None:
     """Each population shifts its labels: the defaults find them, without being told how many there are."""
     tasks = digit_tasks(3 * populations, relabel=lambda c, y: (y + 3 * (c % populations)) % 10, train=80)

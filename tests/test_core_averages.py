@@ -28,33 +28,6 @@ def test_fedavg_worked_numbers() -> None:
     np.testing.assert_allclose(weighted_mean(models, [100, 60, 40])["w"], [1.08, 1.12], atol=1e-6)
 
 
-HEADS = [
-    {"weight": [[0.5, -0.2], [-0.3, 0.8], [0.1, 0.1]], "bias": [0, 0.1, -0.1]},
-    {"weight": [[0.4, -0.1], [-0.2, 0.7], [0, 0.2]], "bias": [0.05, 0.05, -0.05]},
-    {"weight": [[0, 0.3], [0.6, -0.4], [0.2, 0.5]], "bias": [0.3, -0.3, 0]},
-]
-
-
-@pytest.mark.parametrize(
-    ("members", "weight", "bias"),
-    [
-        (
-            [0, 1, 2],
-            [[0.316667, -0.016667], [0.016667, 0.383333], [0.116667, 0.25]],
-            [0.108333, -0.041667, -0.058333],
-        ),
-        ([0, 2], [[0.3, 0], [0.06, 0.32], [0.14, 0.26]], [0.12, -0.06, -0.06]),
-        ([1], HEADS[1]["weight"], HEADS[1]["bias"]),
-    ],
-)
-def test_heads_are_averaged_over_the_participants(members: list[int], weight: list, bias: list) -> None:
-    samples = [30, 10, 20]
-    heads = [{k: np.array(v, dtype=np.float32) for k, v in HEADS[i].items()} for i in members]
-    mean = weighted_mean(heads, [samples[i] for i in members])
-    np.testing.assert_allclose(mean["weight"], weight, atol=1e-6)
-    np.testing.assert_allclose(mean["bias"], bias, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_against_a_float64_loop(dtype: type) -> None:
     rng = np.random.default_rng(3)

@@ -220,6 +220,7 @@ def test_a_run_has_the_score_in_every_table_and_keeps_the_tuned_models(tiny: Cal
         load(tiny(method="fedavg", keep_models=False).out, client=0, point="tuned")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("in_turn", "no_figures")
 def test_a_comparison_has_a_column_for_it(tmp_path: Any) -> None:
     words = ("--methods", "fedavg,fedbabu", "--reference", "fedavg", "--clients", "3", "--rounds", "1", "--seeds", "2",

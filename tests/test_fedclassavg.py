@@ -152,16 +152,6 @@ def test_a_round_is_sgd_on_the_formula(tmp_path: Path, rho: float) -> None:
     assert_close(everything(stored.model), expected, atol=1e-5)
 
 
-def test_a_large_rho_holds_the_head_near_the_received_one(tmp_path: Path) -> None:
-    sent = head_of(model_like(TASK))
-
-    def distance(rho: float) -> float:
-        arrays = client(tmp_path / str(rho), rho=rho, contrastive=0).train_round(sent, 1)[0]
-        return float(sum(((arrays[n] - sent.common[n]) ** 2).sum() for n in arrays) ** 0.5)
-
-    assert distance(0.0) > 1.2 * distance(0.3) > 1.2 * distance(1.0)
-
-
 def test_the_two_views_are_drawn_independently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Batch] = []
     true = FedClassAvgClient.step_loss

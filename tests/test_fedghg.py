@@ -208,6 +208,7 @@ def test_pooled_over_one_common_extractor_the_last_round_is_ccvrs_retraining(see
     assert np.abs(w).max() > 0.1
 
 
+@pytest.mark.full
 def test_pooled_over_one_common_extractor_it_ends_where_ccvr_ends() -> None:
     """Each with its own draws and optimizer, from its whole server step: the same loss on what it is trained for.
 

@@ -207,29 +207,12 @@ def test_the_hidden_map_is_drawn_as_a_linear_layers_weights_are(tmp_path: Path) 
     np.testing.assert_allclose(kept["small/head.bias"], -1, atol=1e-6)
 
 
-def test_labels_alone_are_the_two_cross_entropies() -> None:
-    losses = mentor_mentee_losses(Z_L, Z_M, H_L, H_M, W_H, Y, FedKDHParams(distil=0))
-    assert torch.equal(losses[0], F.cross_entropy(Z_L, Y)) and torch.equal(losses[1], F.cross_entropy(Z_M, Y))
-
-
 def test_a_client_without_the_base_says_so(tmp_path: Path) -> None:
     server, state = strategy()
     zeros = {n: np.zeros_like(a) for n, a in state["small"].items()}
     state = server.aggregate(state, 1, iter([Reply(0, 5, zeros, {"version": 0})]))
     with pytest.raises(ValueError, match="holds version None"):
         client(0, tmp_path).train_round(server.send(state, 2, 0), 2)
-
-
-def test_uncompressed_it_is_the_mean_of_the_mentees(tmp_path: Path) -> None:
-    server, state = strategy(energy_start=1, energy_end=1)
-    replies, mentees = [], []
-    for k in (0, 1, 2):
-        made = client(k, tmp_path, energy_start=1, energy_end=1)
-        replies.append(train(made, server.send(state, 1, k), 1))
-        mentees.append(small_arrays(made.small))
-    state = server.aggregate(state, 1, iter(replies))
-    for name, value in stripped(state["small"]).items():
-        np.testing.assert_allclose(value, np.mean([m[name] for m in mentees], axis=0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.3])
@@ -253,14 +236,6 @@ def test_traffic_is_compressed_and_the_private_parts_stay(tiny: Callable[..., Ru
     with safe_open(str(states[0]), framework="numpy") as f:
         names = set(f.keys())
     assert {"own/hidden_map", "own/version", "own/base/head.weight"} <= names
-
-
-def test_private_state_persists(tiny: Callable[..., RunResult]) -> None:
-    result = tiny(method="fedkd", rounds=3)
-    table = result.clients.set_index(["client", "round"])
-    for k in range(3):
-        for t in (1, 2):
-            assert table.loc[(k, t), "trained_correct"] == table.loc[(k, t + 1), "received_correct"]
 
 
 def test_the_hidden_map_is_trained_kept_and_bridges_widths(tmp_path: Path) -> None:

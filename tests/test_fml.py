@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -162,22 +161,6 @@ def test_the_small_model_is_the_servers_and_the_private_one_stays() -> None:
     assert [id(p) for group in made.groups() for p in group["params"]] == [id(p) for p in ours]
 
 
-def test_a_reply_is_the_trained_small_model() -> None:
-    server, state = strategy()
-    made = client()
-    arrays, _, _ = made.train_round(server.send(state, 1, 1), 1)
-    assert arrays.keys() == state["small"].keys()
-    for name, p in made.small.named_parameters():
-        assert np.array_equal(arrays[f"small/{name}"], p.detach()) and not np.array_equal(
-            arrays[f"small/{name}"], state["small"][f"small/{name}"]
-        )
-
-
-def test_a_weight_of_one_leaves_the_labels_alone_bit_for_bit() -> None:
-    local, meme = mutual_losses(Z_L, Z_M, Y, FMLHParams(alpha=1, beta=1))
-    assert torch.equal(local, F.cross_entropy(Z_L, Y)) and torch.equal(meme, F.cross_entropy(Z_M, Y))
-
-
 def test_unknown_and_unfit_small_models_are_bad_requests() -> None:
     with pytest.raises(BadRequest, match="digits-c"):
         registry.parse_args(METHOD, "small=digitsc")
@@ -214,14 +197,6 @@ def test_private_models_stay_and_the_small_one_is_counted(tiny: Callable[..., Ru
 
     with safe_open(str(states[0]), framework="numpy") as f:
         assert all(n.startswith("model/") for n in f.keys())  # noqa: SIM118
-
-
-def test_private_models_persist_between_rounds(tiny: Callable[..., RunResult], tmp_path: Path) -> None:
-    result = tiny(method="fml", rounds=3)
-    table = result.clients.set_index(["client", "round"])
-    for k in range(3):
-        for t in (1, 2):
-            assert table.loc[(k, t), "trained_correct"] == table.loc[(k, t + 1), "received_correct"]
 
 
 def test_prefixes_round_trip() -> None:

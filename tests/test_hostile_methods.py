@@ -22,7 +22,7 @@ from fedapp.method import LARGEST, ClientInfo, Payload, Reply, ServerContext
 from fedapp.reduce.reader import Check
 from fedapp.results.runs import RunResult
 from fedapp.transport.agreement import majority
-from fedapp.transport.boundary import BAD, IMPOSSIBLE, LARGE, NARROW, grade
+from fedapp.transport.boundary import BAD, IMPOSSIBLE, LARGE, NARROW
 from fedapp.transport.records import ARRAYS, INFO, METRICS
 from tests.handmade import refusal
 from tests.liars import Lie, federate
@@ -45,11 +45,6 @@ def reply(kind: str = "train", **arrays: np.ndarray) -> Reply:
     return Reply(1, 20, {n.replace("__", "/"): a for n, a in arrays.items()}, {}, 0, kind)
 
 
-def means(labels: Any, rows: int | None = None) -> dict[str, np.ndarray]:
-    found = np.asarray(labels)
-    return {"lar": np.ones((len(found) if rows is None else rows, D), np.float32), "labels": found}
-
-
 def statistics(**changes: Any) -> dict[str, np.ndarray]:
     ids = np.array([1, 3])
     cov = np.zeros((2, D * (D + 1) // 2), np.float32)
@@ -60,27 +55,6 @@ def statistics(**changes: Any) -> dict[str, np.ndarray]:
 Q = "query.statistics"
 NEGATIVE = np.zeros((2, D * (D + 1) // 2), np.float32)
 NEGATIVE[1, -1] = -1  # the variance of the last feature
-CASES: dict[str, tuple[str, Reply, str, str]] = {
-    "label beyond all": ("fedgh", reply(**means([99])), IMPOSSIBLE, "labels lie in"),
-    "label below 0": ("fedproto", reply(protos=np.ones((1, D), np.float32), labels=np.array([-1])), IMPOSSIBLE, "lie"),
-    "label twice": ("fedgh", reply(**means([2, 2])), IMPOSSIBLE, "twice"),
-    "200,000 rows": ("fedgh", reply(**means([1], 200_000)), IMPOSSIBLE, "(200000, 4)"),
-    "labels that are fractions": ("fedgh", reply(**means(np.array([1.0, 2.0]))), IMPOSSIBLE, "labels float64"),
-    "head of zeros": ("cwfedavg", reply(**{"head.weight": np.zeros((C, D), np.float32)}), BAD, "are zero"),
-    "more samples than it has": ("ccvr", reply(Q, **statistics(count=[10, 11])), BAD, "21 samples from a client of 20"),
-    "means of a million samples": ("ccvr", reply(Q, **statistics(count=[10**6, 1])), BAD, "from a client of 20"),
-    "no samples": ("ccvr", reply(Q, **statistics(count=[0, 5])), BAD, "must be positive"),
-    "class twice": ("ccvr", reply(Q, **statistics(ids=[3, 3])), IMPOSSIBLE, "distinct"),
-    "variance below 0": ("ccvr", reply(Q, **statistics(cov=NEGATIVE)), BAD, "negative"),
-    "covariances of other shape": ("ccvr", reply(Q, **statistics(cov=np.zeros((2, D)))), IMPOSSIBLE, "of shape"),
-}
-
-
-@pytest.mark.parametrize("what", CASES)
-def test_a_methods_own_check_has_grades(what: str) -> None:
-    method, sent, verdict, words = CASES[what]
-    problem = refusal(strategy(method), {}, sent)
-    assert problem is not None and words in problem and grade(problem) == verdict, problem
 
 
 def test_honest_statistics_pass_and_a_second_answer_must_be_like_the_first() -> None:

@@ -73,23 +73,6 @@ def state_after(run: RunResult) -> dict[str, Any]:
     return {name: value for name, value in found[1].items() if name not in ("norms", "updates")}
 
 
-def test_the_methods_that_average_are_known() -> None:
-    assert set(GUARDED) == {
-        "ccvr", "cfl", "fedavg", "fedavgm", "fedclassavg", "fedkd", "fednh", "fedproto", "fedprox", "feduv", "fml",
-        "ifca", "lgfedavg", "moon", "pccvr",
-        "fedper",
-        "scaffold",
-        "fedrep",
-        "ditto",
-        "fedrod",
-        "feddbe",
-        "fedbabu",
-        "fedetf",
-        "pfedfda",
-    }  # fmt: skip
-    assert NONE == ["fd", "fedamp", "fedfomo", "ktpfl", "local"]
-
-
 # The lies to FedETF and FedKD are out of range and never get in; FedBABU's fine-tuning of what the lie has made ends in
 # NaN.
 @pytest.mark.parametrize("method", methods(set(GUARDED) - {"fednh", "ccvr", "pccvr", "fedbabu", "fedetf", "fedkd"}))

@@ -93,6 +93,8 @@ NAMED = {
     "clients/classmeans.py": ["tests/test_fedgh.py", "tests/test_fedproto.py", "tests/test_fd.py"],
 }
 """Further tests of files that other files' tests exercise."""
+TABLES = ("tests/test_defaults.py", "tests/test_aggregation.py", "tests/test_reductions.py")
+"""Tests of all methods. Of these only the cases of methods whose own tests run are tried."""
 OPTIONS = ["-x", "-q", "-o", "addopts=", "-m", "not slow and not ray and not deploy", "-p", "no:cacheprovider"]
 EQUIVALENT = Path(__file__).with_name("mutants.toml")
 
@@ -100,14 +102,22 @@ EQUIVALENT = Path(__file__).with_name("mutants.toml")
 def tests_for(file: str, root: Path) -> tuple[str, ...]:
     """Return the tests named for a file: `test_core_<x>.py` for the core, else `test_<x>.py`.
 
-    Methods' files have `test_defaults.py` as well.
+    Files of the two sides of methods have the tables as well.
     """
     own = f"tests/test_{'core_' if '/core/' in file else ''}{Path(file).stem}.py"
     found = [*([own] if (root / own).exists() else []), *NAMED.get(file, [])]
     if not found:
         raise FileNotFoundError(f"{file} has no {own}: write one, or name its tests in tools/mutants.py")
-    defaults = "tests/test_defaults.py"
-    return (*found, *([defaults] if file.startswith(FOLDERS[:2]) and (root / defaults).exists() else []))
+    tables = [table for table in TABLES if file.startswith(FOLDERS[:2]) and (root / table).exists()]
+    return (*found, *(table for table in tables if table not in found))
+
+
+def of_methods(item: pytest.Item, tests: Sequence[str]) -> bool:
+    """Return whether a case of a table is one of the methods that have a file among `tests`."""
+    methods = {Path(test).stem.removeprefix("test_") for test in tests}
+    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    words = {word for value in given if isinstance(value, str) for word in value.split()}
+    return not item.nodeid.startswith(TABLES) or not words or not methods.isdisjoint(words)
 
 
 @dataclass(frozen=True)
@@ -122,11 +132,12 @@ class Job:
 class _Watch:
     """Runs the quickest tests first, and records how long each takes and which one failed."""
 
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.known, self.seconds, self.failed = seconds, dict[str, float](), ""
+    def __init__(self, seconds: dict[str, float], tests: Sequence[str]) -> None:
+        self.known, self.tests, self.seconds, self.failed = seconds, tests, dict[str, float](), ""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if of_methods(item, self.tests)]
         items.sort(key=lambda item: self.known.get(item.nodeid, 0.0))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -159,7 +170,7 @@ def _child(root: Path, job: Job, seconds: dict[str, float], folder: Path) -> int
     sys.path.insert(0, str(root))
     if job.mutant:
         sys.meta_path.insert(0, _Faulty(root, job.mutant))
-    watch = _Watch(seconds)
+    watch = _Watch(seconds, job.tests)
     code = int(pytest.main([*OPTIONS, f"--basetemp={folder / 'tmp'}", *job.tests], plugins=[watch]))
     # Only libraries: every child must import the project anew, with its fault.
     modules = {n: getattr(m, "__file__", None) or "" for n, m in list(sys.modules.items())}
