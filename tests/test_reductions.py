@@ -34,7 +34,7 @@ REDUCTIONS: list[tuple[str, str, str, int, str, dict[str, Any]]] = [
     ("feduv lam=0 mu=0", "fedavg", "", 1, "", HALF),
     ("feddbe kappa=0 memory=false", "fedavg", "kappa=1 memory=false", 2, SCORES, {}),
     ("fedetf etf=false gamma=0", "fedavg", "etf=false", 1, SCORES, HALF),
-    ("fedavgm momentum=0", "fedavg", "momentum=0.5", 2, "", HALF),
+    ("fedavgm momentum=0", "fedavg", "momentum=0.5", 3, "", HALF),
     ("fedavgm momentum=0 nesterov=true", "fedavg", "", 0, "", HALF),
     ("scaffold weights=samples correct=false", "fedavg", "weights=samples", 2, SCORES, {"lr": 0.1, "momentum": 0.0}),
     ("cwfedavg layers=none lam=0", "fedavg", "lam=0", 2, "", HALF),
@@ -65,7 +65,7 @@ REDUCTIONS: list[tuple[str, str, str, int, str, dict[str, Any]]] = [
     ("fedgh mode=frozen", "fedgh header_lr=0", "header_lr=0.5", 2, "", MIXED),
     ("fedghg cov=none header_epochs=2", "fedgh header_epochs=2", "header_epochs=2", 2, "", MIXED),
     ("fedamp lam=0", "fedavg", "lam=1", 1, "train", {"rounds": 1, **LAST}),
-    ("fedamp xi=0.1 lam=0 start=own", "fedamp xi=1 lam=0", "alpha=1 start=own", 2, "train", {**HALF, **LAST}),
+    ("fedamp xi=0.1 lam=0 start=own", "fedamp xi=1 lam=0", "alpha=1 start=own", 1, "train", {**HALF, **LAST}),
     ("pccvr epochs=0", "fedavg", "", 0, "", HALF),
     *((f"ccvr base={base} epochs=0", base, "", 0, "", HALF) for base in BASES),
 ]
