@@ -363,7 +363,9 @@ class Method:
         """Return how replies may be summed before the server sees them, with these hyperparameters."""
         found = [r.permits.sums for r in self._all(hparams)]
         sums = [s for s in found if s is not None]
-        asked = {f"query.{kind}" for kind in self.queries} - self.reductions(hparams).keys()
+        asked = {kind if kind == "prepare" else f"query.{kind}" for kind in self.queries} - self.reductions(
+            hparams
+        ).keys()
         if not found or len(sums) < len(found) or asked or self._untested("secure-sum"):
             return None
         weights, rows = ({getattr(s, name) for s in sums} - {""} for name in ("weights", "rows"))

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from clients.base import FedClient
+from fedapp.config import from_flat
 from fedapp.core.averages import RunningMean
-from fedapp.federation.loop import Callbacks, RoundLoop
+from fedapp.federation import loop
+from fedapp.federation.hook import Hooks, Setup
+from fedapp.federation.hooks.scores import PeriodicEvaluation, UnseenClients
+from fedapp.federation.participants import Exchange, Outcome, Participants
 from fedapp.learning.state import ClientStore, DamagedError
 from fedapp.learning.training import BETAS
-from fedapp.method import BaseHParams, Payload, Reply
+from fedapp.method import BaseHParams, Payload, Reply, ServerState
 from fedapp.transport.ledger import StateLedger
 from fedapp.transport.request import RoundRequest
 from strategies.base import Strategy
@@ -201,57 +205,60 @@ def test_a_reply_must_hold_what_the_method_sends_up() -> None:
     assert FEDAVG.expected(BaseHParams(), shapes) == shapes
 
 
-@pytest.mark.parametrize(("select", "more"), [(False, {}), (True, {}), (False, {"final_training": False})])
+@pytest.mark.parametrize(("select", "retrains"), [(False, True), (True, True), (False, False)])
 def test_evaluations_of_all_clients_are_told_what_they_are_for(
-    select: bool, more: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    select: bool, retrains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a round they may leave the training out, and the last one is told that it is the last."""
     asked: list[tuple[str, RoundRequest]] = []
-    loop = RoundLoop(Strategy(FEDAVG, BaseHParams()))
-    traffic = SimpleNamespace(dropped=[])
-    monkeypatch.setattr(
-        loop, "_train", lambda *given: (given[1], SimpleNamespace(void=False, traffic=traffic, seconds=0.0))
-    )
-    monkeypatch.setattr(loop, "_evaluate", lambda *given: asked.append(given[3:5]))
-    monkeypatch.setattr(loop, "_queries", lambda *given: None)
-    callbacks = Callbacks()
-    monkeypatch.setattr(callbacks, "selected", lambda state, rounds: (state, rounds))
-    manager = SimpleNamespace(
+    manager: Any = SimpleNamespace(
         register=lambda: None, nodes={0: None}, ledger=StateLedger(), settings=SimpleNamespace(fraction_train=1.0),
         without_silent=lambda server_round, ids: (ids, []), request=RoundRequest("abcd"),
     )  # fmt: skip
-    loop.run(manager, context(point(1.0, 2.0)), rounds=2, callbacks=callbacks, evaluate_every=1, select=select, **more)  # type: ignore[arg-type]
-    train = more.get("final_training", True)
+    directory: Any = SimpleNamespace(table=lambda name: {})
+    strategy, hooks = Strategy(FEDAVG, BaseHParams()), Hooks()
+    cohort = Participants(manager, strategy, hooks, retrains=retrains)
+    choice = "validation" if select else "last"
+    values = from_flat({"evaluate-every": 1, "select": choice, "validation": 0.2 if select else 0.0})
+    run: Any = SimpleNamespace(config=values, cohort=cohort, hooks=hooks, directory=directory)
+    hooks.append(PeriodicEvaluation(run))
+
+    def evaluate(kind: str, state: ServerState, request: RoundRequest, *clients: Any) -> Exchange:
+        asked.append((kind, request))
+        return Exchange(kind, request.round)
+
+    monkeypatch.setattr(cohort, "evaluate", evaluate)
+    monkeypatch.setattr(loop, "train_once", lambda *given: Outcome(given[2].state, Exchange("train", given[3])))
+    loop.federate(strategy, cohort, context(point(1.0, 2.0)), hooks, rounds=2)
     between = [
-        ("evaluate", RoundRequest("abcd", n, train=train and not select, received_only=select))
+        ("evaluate", RoundRequest("abcd", n, balanced=True, train=retrains and not select, received_only=select))
         for n in range(1, 2 + select)
     ]
-    assert asked == [*between, ("final", RoundRequest("abcd", balanced=True, final=True, train=train))]
+    assert asked == [*between, ("final", RoundRequest("abcd", 2, balanced=True, final=True, train=retrains))]
 
 
 def test_clients_that_take_no_part_are_asked_last_and_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    loop = RoundLoop(Strategy(FEDAVG, BaseHParams()))
-    monkeypatch.setattr(loop, "_evaluate", lambda *given: asked.append(given[3:]))
-    monkeypatch.setattr(loop, "_queries", lambda *given: None)
-    manager = SimpleNamespace(nodes={0: None, 3: None, 4: None}, request=RoundRequest())
-    loop.run(manager, context(point(1.0, 2.0)), rounds=0, unseen=(4, 3, 9))  # type: ignore[arg-type]
+    manager: Any = SimpleNamespace(nodes={0: None, 3: None, 4: None}, request=RoundRequest())
+    strategy, hooks = Strategy(FEDAVG, BaseHParams()), Hooks()
+    cohort = Participants(manager, strategy, hooks, unseen=(4, 3, 9))
+    hooks.append(UnseenClients(cast("Setup", SimpleNamespace(cohort=cohort))))
+    monkeypatch.setattr(cohort, "evaluate", lambda *given: asked.append((given[0], *given[2:])) or 1)
+    loop.federate(strategy, cohort, context(point(1.0, 2.0)), hooks, rounds=0)
     assert [kind for kind, *_ in asked] == ["final", "unseen"]
     assert asked[1] == ("unseen", RoundRequest(unseen=True), [3, 4])
 
 
 def test_only_secure_sums_hide_single_replies() -> None:
-    strategy = Strategy(FEDAVG, BaseHParams())
+    strategy, hooks = Strategy(FEDAVG, BaseHParams()), Hooks()
     state = strategy.init(context(point(1.0, 2.0)))
-    given: dict[str, Any] = {
-        "kind": "train", "server_round": 1, "payloads": [], "expected": {"head.weight": (2,)}, "state": state,
-        "check": lambda reply: None, "result": SimpleNamespace(traffic=None), "request": RoundRequest(),
-    }  # fmt: skip
-    manager: Any = SimpleNamespace(send_and_receive=lambda *more: "single replies")
-    loop = RoundLoop(strategy)
-    assert loop._asked(manager, **given) == "single replies"
-    loop.secure = SimpleNamespace(exchange=lambda *more: "a sum")  # type: ignore[assignment]
-    assert loop._asked(manager, **given) == "a sum"
+    manager: Any = SimpleNamespace(send_and_receive=lambda *more: "single replies", request=RoundRequest())
+    secure: Any = SimpleNamespace(exchange=lambda *more: "a sum")
+    found = [
+        Participants(manager, strategy, hooks, secure=session).train(1, state, [], lambda check: check).replies
+        for session in (None, secure)
+    ]
+    assert found == ["single replies", "a sum"]
 
 
 def test_a_mean_is_a_running_one_unless_another_is_given() -> None:

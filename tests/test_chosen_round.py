@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 
 from clients.base import FedClient
-from fedapp import config, server_app
+from fedapp import config
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
+from fedapp.federation.hooks.scores import ValidationChoice
 from fedapp.learning.state import read_safetensors
 from fedapp.results import tables
 from fedapp.results.directory import RunDirectory
@@ -28,9 +29,9 @@ def reproducible(table: pd.DataFrame) -> pd.DataFrame:
     return table[[c for c in table if not c.endswith("seconds")]]
 
 
-def leads(self: server_app.Run) -> int | None:
+def leads(self: ValidationChoice) -> int | None:
     """Round 2 leads from the moment that it is evaluated."""
-    seen = [int(r) for r in self.directory.table("evaluations.csv").get("round", [])]
+    seen = [int(r) for r in self.run.directory.table("evaluations.csv").get("round", [])]
     return min(2, seen[-1]) if seen else None
 
 
@@ -45,7 +46,7 @@ def test_the_end_is_that_of_a_run_which_stopped_at_the_chosen_round(
     """Round 2 of 5 is chosen; sampled clients have last trained in any round before it, or in none."""
     common = {"method": method, "clients": 4, "fraction_train": 0.5, "validation": 0.2}
     short = tiny(rounds=2, **common)
-    monkeypatch.setattr(server_app.Run, "_best_round", leads)
+    monkeypatch.setattr(ValidationChoice, "best_round", leads)
     result = tiny(rounds=5, select="validation", **common)
     assert result.summary["round"] == result.summary["headline"]["round"] == 2 and result.summary["rounds"] == 5
     assert "round 2, chosen on validation images" in result.summary["headline"]["point"]
@@ -124,7 +125,7 @@ def test_a_resumed_run_chooses_the_same(method: str, last: int, tiny: Tiny, monk
 def test_without_validation_scores_the_last_round_is_scored_with_a_warning(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_app.Run, "_best_round", lambda self: None)
+    monkeypatch.setattr(ValidationChoice, "best_round", lambda self: None)
     result = tiny(method="fedavg", rounds=2, **CHOOSING)
     assert result.summary["round"] == 2 and "no validation scores" in result.summary["warnings"][0]
 

@@ -20,7 +20,7 @@ from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
-from fedapp.federation.loop import _no_arrays
+from fedapp.federation.participants import no_arrays
 from fedapp.method import Payload, Reply
 from fedapp.tasks.simulated import federated
 from fedapp.transport import cohort, nodes, virtual
@@ -462,8 +462,8 @@ def test_few_of_many_messages_are_under_way(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_reply_to_an_evaluation_holds_no_arrays() -> None:
-    assert _no_arrays(Reply(0, 5, {}, {})) is None
-    assert "'head.bias'" in str(_no_arrays(Reply(0, 5, {"head.bias": np.zeros(1)}, {})))
+    assert no_arrays(Reply(0, 5, {}, {})) is None
+    assert "'head.bias'" in str(no_arrays(Reply(0, 5, {"head.bias": np.zeros(1)}, {})))
 
 
 @pytest.mark.parametrize("lasted", [0.1, 100.0])

@@ -121,10 +121,10 @@ JSON = st.recursive(
 def checkpoints(edits: Any, cut: int, header: Any, key: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        path = checkpoint.save(folder, 3, STATE, {"states": {}}, {"run": "aa"})
+        path = checkpoint.save(folder, 3, STATE, {"Cohort": {"clients": np.arange(2)}}, {"run": "aa"})
         if cut % 2:  # a whole file with another header
             arrays, scalars = checkpoint.flatten(STATE)
-            good = {"schema": 2, "run": "aa", "round": 3, "scalars": scalars, "extra": {}, "order": list(arrays)}
+            good = {"schema": 2, "run": "aa", "round": 3, "scalars": scalars, "remembered": {}, "order": list(arrays)}
             write_safetensors(path, arrays, {**good, key: header})
         else:
             data = path.read_bytes()
@@ -175,7 +175,7 @@ TRIED: dict[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], ...]]]
     "registrations": (registrations, (CHANGES, st.booleans())),
     "pieces": (pieces, (st.sampled_from(KINDS), EDITS, st.integers(0, 1 << 16), st.binary(max_size=60))),
     "checkpoints": (checkpoints, (EDITS, st.integers(0, 1 << 16), JSON,
-                                  st.sampled_from(["schema", "run", "round", "scalars", "extra", "order"]))),
+                                  st.sampled_from(["schema", "run", "round", "scalars", "remembered", "order"]))),
     "run files": (run_files, (st.sampled_from(FILES), EDITS, st.integers(0, 1 << 16), st.binary(max_size=60))),
     "configurations": (configurations, (st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_size=3),
                                         WORDS)),

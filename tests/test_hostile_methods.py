@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedapp.config import from_flat
 from fedapp.core.classmeans import shortened
-from fedapp.federation import soundness
+from fedapp.federation.hooks import soundness
 from fedapp.method import LARGEST, ClientInfo, Payload, Reply, ServerContext
 from fedapp.reduce.reader import Check
 from fedapp.results.runs import RunResult

@@ -174,24 +174,6 @@ def forget(out: Path) -> None:
     (out / "versions.json").write_text(json.dumps(kept))
 
 
-def test_a_run_of_an_earlier_version_goes_on_and_says_what_cannot_be_compared(tiny: Tiny) -> None:
-    there = tiny(method="fedavg", rounds=1)
-    forget(there.out)
-    assert compare.standing(configuration.from_flat(there.flat).replaced(out=str(there.out))) == "done"
-    on = run(resume=there.out, rounds=2)
-    [line] = [w for w in on.summary["warnings"] if "kept no SHA-256 of data samples, data labels" in w]
-    assert "whether they have changed since cannot be checked" in line
-
-
-def test_a_run_goes_on_with_the_normalisation_that_it_had(tmp_path: Path, tiny: Tiny) -> None:
-    keys = written("npz", tmp_path / "data", drawn("npz"))
-    there = tiny(method="fedavg", dataset="npz", data_dir=keys["data-dir"], rounds=1, clients=0, model="mlp")
-    facts = json.loads((there.out / "inputs.json").read_text())
-    (there.out / "inputs.json").write_text(json.dumps({**facts, "mean": [0.5] * 4}))
-    with pytest.raises(BadRequest, match="normalised samples by other numbers than this version would"):
-        run(resume=there.out, rounds=2)
-
-
 def test_a_warm_start_refuses_states_of_other_class_names(tmp_path: Path, tiny: Tiny) -> None:
     x, y = np.arange(400.0).reshape(80, 5) % 7, np.arange(80) % 2
     settings = {"method": "fedavg", "dataset": "npz", "data_dir": str(tmp_path / "own.npz"), "rounds": 1, "clients": 2}

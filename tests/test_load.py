@@ -72,9 +72,12 @@ def test_without_kept_models_it_is_the_model_after_the_last_training(values: dic
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_chosen_round_stands_in_place_of_the_last(kept: bool, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedapp.server_app import Run
+    from fedapp.federation.hooks.scores import ValidationChoice
 
-    monkeypatch.setattr(Run, "_best_round", lambda self: 1 if self.has_evaluation(1) else None)
+    def first(self: ValidationChoice) -> int | None:
+        return 1 if 1 in self.run.directory.table("evaluations.csv").get("round", ()) else None
+
+    monkeypatch.setattr(ValidationChoice, "best_round", first)
     run = tiny(
         method="fedclassavg", rounds=3, validation=0.2, select="validation", evaluate_every=1, keep_models=kept,
         final_training=kept,

@@ -17,6 +17,7 @@ from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.engines.local import RunResult, run
+from fedapp.federation.participants import states_of
 from fedapp.learning.state import ClientStore, Expected, StateError, read_safetensors
 from fedapp.transport import checkpoint
 from fedapp.transport.local_grid import LocalGrid
@@ -205,8 +206,8 @@ def test_the_server_keeps_what_it_knows_in_its_checkpoint(tiny: Tiny, tmp_path: 
     tiny(rounds=2, out=tmp_path / "part", **common)
     found = checkpoint.latest(tmp_path / "part" / "checkpoint")
     assert found is not None
-    for client, (digest, binds) in found[2]["states"].items():
-        stored = ClientStore(folder_of(tmp_path / "part", int(client)), "lgfedavg", token(tmp_path / "part")).load(3)
+    for client, (digest, binds) in states_of(found[2]["Cohort"]).items():
+        stored = ClientStore(folder_of(tmp_path / "part", client), "lgfedavg", token(tmp_path / "part")).load(3)
         assert stored is not None and stored.digest == digest and binds is True
     rest = run(resume=tmp_path / "part", rounds=4)
     columns = [c for c in whole.rounds if not c.endswith("seconds")]

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pandas as pd
@@ -18,8 +19,10 @@ from fedapp import server_app
 from fedapp.config import from_flat
 from fedapp.engines.local import run as resume
 from fedapp.errors import BadRequest
-from fedapp.federation import soundness
-from fedapp.federation.loop import RoundLoop
+from fedapp.federation.hook import Hooks, Setup
+from fedapp.federation.hooks import soundness
+from fedapp.federation.hooks.rollback import Rollback
+from fedapp.federation.participants import Participants, Progress, states_of
 from fedapp.learning.state import ClientStore, read_safetensors
 from fedapp.method import Reply, ServerContext
 from fedapp.transport import checkpoint
@@ -226,7 +229,7 @@ def test_a_void_round_leaves_the_model_and_two_in_a_row_end_the_run(
     assert not all(np.array_equal(states[2][n], states[3][n]) for n in states[1])
     noted = checkpoint.load(run.out / "checkpoint", 3)[1]["noted"]
     assert noted.tolist() == [1, 2, 3], "records have an entry for every round"
-    known = [checkpoint.load(run.out / "checkpoint", r)[2]["states"] for r in (1, 2, 3)]
+    known = [states_of(checkpoint.load(run.out / "checkpoint", r)[2]["Cohort"]) for r in (1, 2, 3)]
     assert known[0] == known[1] != known[2], "what clients stored in the void round does not count"
     monkeypatch.setattr(Wild, "rounds", {2, 3})
     with pytest.raises(RoundFailed, match=r"rounds 2 and 3 are void.*max-growth"):
@@ -246,7 +249,8 @@ def test_a_model_that_one_client_spoiled_is_taken_back(tmp_path: Path) -> None:
     assert "spoiled the model and is taken back" in run.summary["warnings"][0]
     assert largest(state_after(run)) < 10 and "blocked" not in run.summary
     again = resume(resume=run.out, rounds=4)
-    assert again.summary["robust"]["rules"] == "median" and checkpoint.latest(run.out / "checkpoint")[2]["median"]  # type: ignore[index]
+    assert again.summary["robust"]["rules"] == "median"
+    assert checkpoint.load(run.out / "checkpoint", 4)[2]["Rollback"]["times"] == 1
     with pytest.raises(RoundFailed, match="round 2: 1 good replies of 4"):
         federate(tmp_path / "strict", [0], lie, 4, rounds=3, **{**settings, "min_replies": 1.0})
 
@@ -307,11 +311,31 @@ def test_the_second_time_the_run_begins_anew_and_so_do_the_clients(
     assert of_four[:5] == [1, 2, 3, 2, 4], "rounds 2, 3, 4 and 4 again; the third time from nothing; round 5"
     assert "blocked" not in run.summary and run.summary["ok"]
     found = checkpoint.latest(run.out / "checkpoint")
-    assert found is not None and found[2]["median"] == 2
+    assert found is not None and found[2]["Rollback"]["times"] == 2
     again = federate(tmp_path / "three", [0, 1, 2], times("train", "4", 2, nan_arrays), rounds=4, **settings)
     assert again.summary["ok"]
     with pytest.raises(RoundFailed, match="round 5: 2 good replies of 5"):
         federate(again.out, [0, 1, 2], times("train", "5", 1, nan_arrays), rounds=5, resume=True, **settings)
+
+
+def test_a_resumed_run_goes_back_as_far_past_a_void_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state before the last round that counts is an older one than that before a void round."""
+    method = from_flat({"method": "fedavg"}).method_and_hparams()[0]
+    monkeypatch.setattr(
+        server_app.configuration.RunConfig, "method_and_hparams",
+        lambda self: (replace(method, strategy=Wild), method.hparams()),
+    )  # fmt: skip
+    monkeypatch.setattr(Wild, "rounds", {2})
+    monkeypatch.setattr(Wild, "factor", np.inf)
+    settings = {**FEW, "method": "fedavg"}
+    straight = federate(tmp_path / "straight", [0, 1, 2], times("train", "3", 1, nan_arrays), rounds=3, **settings)
+    federate(tmp_path / "part", [], nan_arrays, rounds=2, **settings)  # type: ignore[arg-type]
+    lie = times("train", "3", 1, nan_arrays)
+    resumed = federate(tmp_path / "part", [0, 1, 2], lie, rounds=3, resume=True, **settings)
+    taken = [[text for text in r.summary["warnings"] if "taken back" in text] for r in (straight, resumed)]
+    assert taken[0] == taken[1] and taken[0][0].startswith("what came before round 3")
+    states = [checkpoint.load(r.out / "checkpoint", 3)[1]["model"] for r in (straight, resumed)]
+    assert all(np.array_equal(states[0][name], array) for name, array in states[1].items())
 
 
 def test_a_model_that_is_spoiled_for_a_few_is_taken_back_where_each_of_them_is_needed(tmp_path: Path) -> None:
@@ -366,8 +390,11 @@ def test_updates_are_no_longer_than_the_median_one_where_no_vote_is_possible() -
         Reply(c, 9, {"head.weight": np.array([1, 1], np.float32) + np.float32(x), "lar": np.ones(1)}, {}, 0, "train")
         for c, x in enumerate(changes)
     ]
-    found = RoundLoop(strategy).shortened({"model": {"head.weight": np.ones(2, np.float32)}}, 1, replies)
-    assert RoundLoop(strategy).shortened({"model": {"head.weight": np.ones(2, np.float32)}}, 1, []) == []
+    manager: Any = None
+    rollback = Rollback(cast("Setup", SimpleNamespace(cohort=Participants(manager, strategy, Hooks()))))
+    at = Progress(1, {"model": {"head.weight": np.ones(2, np.float32)}})
+    found = rollback.shortened(at, 1, replies)
+    assert rollback.shortened(at, 1, []) == []
     assert [r.arrays["head.weight"].tolist() for r in found] == [[4, 5], [1, 2], [4, 5]]
     assert all(r.arrays["lar"] is s.arrays["lar"] for r, s in zip(found, replies, strict=True))
 

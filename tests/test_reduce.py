@@ -18,7 +18,9 @@ from clients.fedproto import FedProtoHParams
 from fedapp import registry
 from fedapp.core.averages import RunningMean
 from fedapp.errors import Impossible
-from fedapp.federation.loop import RoundLoop
+from fedapp.federation.hook import Hooks
+from fedapp.federation.loop import train_once
+from fedapp.federation.participants import Participants, Progress
 from fedapp.method import UNTESTED, BaseHParams, Payload, Reply, ServerState, Sums
 from fedapp.reduce.plain import MeanReducer, PlainClassMeans
 from fedapp.reduce.reader import Policy
@@ -53,9 +55,14 @@ def test_a_class_with_an_aggregate_of_its_own_gets_single_replies_in_the_round_l
     state = strategy.init(context(point(0.0)))
     sent = [reply(0, 1, point(9.0)), reply(1, 2, point(1.0)), reply(2, 6, point(3.0))]
     manager: Any = SimpleNamespace(
-        send_and_receive=lambda *given: iter(sent), require=lambda *given: None, nodes={}, infos={}
+        send_and_receive=lambda *given: iter(sent),
+        require=lambda *given: None,
+        nodes={},
+        infos={},
+        request=RoundRequest(),
     )
-    new, _ = RoundLoop(strategy)._train(manager, state, 1, [0, 1, 2], RoundRequest())
+    hooks = Hooks()
+    new = train_once(Participants(manager, strategy, hooks), hooks, Progress(0, state), 1, [0, 1, 2]).state
     assert new["seen"].tolist() == [0, 1, 2] and new["model"]["head.weight"].tolist() == [2.5]
     assert METHOD.sums(BaseHParams()) is None
     assert METHOD.guarded_by(BaseHParams()) == ("rules", "count-cap")

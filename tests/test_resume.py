@@ -16,8 +16,12 @@ from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
-from fedapp.learning.state import read_safetensors
+from fedapp.learning.state import read_safetensors, write_safetensors
+from fedapp.results import analysis
 from fedapp.results.directory import keep_rows
+from fedapp.results.loading import load
+from fedapp.results.runs import read_run
+from fedapp.transport import checkpoint
 from fedapp.transport.local_grid import LocalGrid
 
 Tiny = Callable[..., RunResult]
@@ -74,6 +78,23 @@ def test_a_run_whose_token_is_gone_is_not_resumed(text: str | None, tiny: Tiny) 
     with pytest.raises(BadRequest, match=r"versions.json, which holds the run's token, cannot be read"):
         run(resume=result.out, rounds=2)
     assert (result.out / "rounds.csv").is_file()
+
+
+def test_a_run_of_an_earlier_version_is_not_resumed_and_its_directory_is_read(tiny: Tiny) -> None:
+    """Its checkpoint does not hold the states of the hooks."""
+    result = tiny(method="fedavg", rounds=1)
+    folder = result.out / "checkpoint"
+    _, state, _ = checkpoint.load(folder, 1)
+    arrays, scalars = checkpoint.flatten(state)
+    header = {"schema": 2, "round": 1, "scalars": scalars, "extra": {"best": None}, "order": list(arrays)}
+    write_safetensors(folder / "round-000001.safetensors", arrays, header)
+    before = (result.out / "summary.json").read_text()
+    with pytest.raises(BadRequest, match="another version of fedapp wrote the checkpoint of 1 round") as refused:
+        run(resume=result.out, rounds=2)
+    assert "\n" not in str(refused.value) and (result.out / "summary.json").read_text() == before
+    again = read_run(result.out)
+    assert again.score("trained") == result.score("trained") and set(analysis.server_state(again)) == set(state)
+    assert load(result.out, 0).about
 
 
 def test_other_data_than_before_are_refused(tiny: Tiny) -> None:

@@ -329,7 +329,7 @@ def test_trackers_learn_how_a_run_ended(
 def test_many_clients_have_no_curves_of_their_own(
     recorded: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("fedapp.server_app", "fedapp.tracking.following"):
+    for module in ("fedapp.federation.hooks.events", "fedapp.tracking.following"):
         monkeypatch.setattr(f"{module}.MOST_CURVES", 2)
     told: list[str] = []
     config = local.prepare(flat(track="records", num_server_rounds=1), tmp_path / "run")

@@ -231,7 +231,7 @@ class RunDirectory:
     Parameters
     ----------
     path : absolute path.   config : effective configuration.
-    keep_rounds : rounds to keep of an existing run (resume), None for a new run.
+    keep_rounds : rounds to keep of an existing run (resume), -1 = nothing, None for a new run.
     identity : what the run depends on (`tasks.identity`), which a new run notes.
     """
 
@@ -287,13 +287,15 @@ class RunDirectory:
     def _forget_rounds(self, last: int) -> None:
         """Remove what a resumed run does again: rounds after `last`, and what followed the last round.
 
-        An evaluation between rounds that `evaluations.csv` holds is not repeated, so its dropped replies stay.
+        An evaluation between rounds that `evaluations.csv` holds is not repeated, nor is what was asked before round 1
+        (round 0), so their dropped replies stay.
         """
         for name in ("rounds.csv", "clients.csv", "evaluations.csv", "dropped.csv"):
             keep_rows(self.path / name, lambda row: int(row[0]) <= last)
         evaluated = {row["round"] for row in self._rows("evaluations.csv")}
         keep_rows(
-            self.path / "dropped.csv", lambda row: row[2] == "train" or (row[2] == "evaluate" and row[0] in evaluated)
+            self.path / "dropped.csv",
+            lambda row: row[0] == "0" or row[2] == "train" or (row[2] == "evaluate" and row[0] in evaluated),
         )
 
     def append(self, name: str, *rows: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,11 +18,10 @@ from fedapp.files import private_folder
 from fedapp.learning.state import KEPT, SCHEMA, StateError, check_header, read_checked, remove_parts, write_safetensors
 from fedapp.method import Arrays, ServerState
 
-Found: TypeAlias = tuple[int, ServerState, dict[str, Any]]
-"""Round, state, and the further values of a checkpoint."""
-STATES = "states"
-"""The further value that is stored as arrays: what is known of the clients' states, which may be very many."""
-_OF_STATES = "\x1fstates\x1f"
+Found: TypeAlias = tuple[int, ServerState, ServerState]
+"""Round, state of the method, and what else of the run a checkpoint remembers, a tree of the same form."""
+_REMEMBERED = "\x1fremembered\x1f"
+"""Beginning of the names of arrays that are not the method's."""
 DAMAGED = ".damaged"
 """Ending of a checkpoint that could not be read and was set aside."""
 _FILE = re.compile(r"^round-(\d{6})\.safetensors$")
@@ -79,16 +78,17 @@ def save(
     folder: Path,
     server_round: int,
     state: ServerState,
-    extra: dict[str, Any],
+    remembered: ServerState,
     identity: Mapping[str, str] | None = None,
     records: Collection[str] = (),
 ) -> Path:
-    """Write the state after `server_round` with `extra` (JSON values); keep the last `KEPT` checkpoints.
+    """Write the state after `server_round`; keep the last `KEPT` checkpoints, and that of round 0.
 
     The new one is on the disk before an older one is removed.
 
     Parameters
     ----------
+    remembered : what else the run must remember.
     identity : what the file says about the run (method, run token, federation); readers compare it.
     records : entries of the state that note numbers which may be NaN.
 
@@ -108,41 +108,21 @@ def save(
             "written: resume the run from the checkpoint before, with a lower lr or with clip"
         )
     arrays, scalars = flatten(state)
+    more, values = flatten(remembered)
     private_folder(folder, durable=True)
     path = folder / f"round-{server_round:06d}.safetensors"
     if not arrays:
         arrays = {"_": np.zeros(0, np.float32)}
     header = {"schema": SCHEMA, **(identity or {}), "round": server_round}
-    states = _packed(extra.get(STATES, {}))
-    rest = {k: v for k, v in extra.items() if k != STATES or not states}
-    header |= {"scalars": scalars, "extra": rest, "order": list(arrays)}
+    header |= {"scalars": scalars, "remembered": values, "order": list(arrays)}
     # safetensors sorts names. The header keeps the state's own order, since the last bits of sums depend on it.
-    write_safetensors(path, {**arrays, **states}, header, durable=True)
+    further = {_REMEMBERED + name: array for name, array in more.items()}
+    write_safetensors(path, {**arrays, **further}, header, durable=True)
     for old in _files(folder)[KEPT:]:
-        old.unlink(missing_ok=True)
+        if _number(old):
+            old.unlink(missing_ok=True)
     remove_parts(folder)
     return path
-
-
-def _packed(states: Mapping[str, Sequence[Any]]) -> Arrays:
-    """Return digests and marks of clients' states as arrays: a fifth of the bytes, and of the time, of JSON."""
-    known = {int(c): found for c, found in states.items() if found[0]}
-    if not known:
-        return {}
-    digests = np.frombuffer(bytes.fromhex("".join(digest for digest, _ in known.values())), np.uint8)
-    return {
-        f"{_OF_STATES}clients": np.array(list(known), np.int64),
-        f"{_OF_STATES}digests": digests.reshape(len(known), -1),
-        f"{_OF_STATES}binds": np.array([binds for _, binds in known.values()], np.uint8),
-    }
-
-
-def _unpacked(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name.removeprefix(_OF_STATES): a for name, a in arrays.items() if name.startswith(_OF_STATES)}
-    if not found:
-        return {}
-    rows = zip(found["clients"].tolist(), found["digests"], found["binds"].tolist(), strict=True)
-    return {STATES: {str(c): [digest.tobytes().hex(), bool(binds)] for c, digest, binds in rows}}
 
 
 def not_finite(state: ServerState) -> str | None:
@@ -206,7 +186,7 @@ def recover(folder: Path, identity: Mapping[str, str] | None = None) -> tuple[Fo
             continue
         remedy = "it is of another run: remove it, or resume the run that it belongs to"
         try:
-            check_header(path, _header(path), {**(identity or {}), "round": _number(path)}, remedy)
+            check_header(path, read_checked(path, "no array")[1], {**(identity or {}), "round": _number(path)}, remedy)
         except StateError as e:
             raise BadRequest(str(e)) from e
         break
@@ -230,20 +210,16 @@ def _number(path: Path) -> int:
     return int(path.name.split(".")[0].removeprefix("round-"))
 
 
-def _header(path: Path) -> dict[str, Any]:
-    return read_checked(path, "no array")[1]
-
-
 def _read(path: Path) -> Found:
     arrays, header, _ = read_checked(path, remedy="a resumed run uses the one before")
     try:
         order = header.get("order", list(arrays))
-        states = _unpacked(arrays)
-        arrays = {name: arrays[name] for name in order if name != "_" and not name.startswith(_OF_STATES)}
-        scalars, extra, server_round = header["scalars"], header["extra"], header["round"]
-        if not (isinstance(scalars, dict) and isinstance(extra, dict) and isinstance(server_round, int)):
-            raise TypeError("scalars, extra and round are not a dict, a dict and a number")
-        return server_round, unflatten(arrays, scalars), {**extra, **states}
+        more = {n.removeprefix(_REMEMBERED): a for n, a in arrays.items() if n.startswith(_REMEMBERED)}
+        arrays = {name: arrays[name] for name in order if name != "_"}
+        scalars, remembered, server_round = header["scalars"], header.get("remembered", {}), header["round"]
+        if not (isinstance(scalars, dict) and isinstance(remembered, dict) and isinstance(server_round, int)):
+            raise TypeError("scalars, remembered and round are not a dict, a dict and a number")
+        return server_round, unflatten(arrays, scalars), unflatten(more, remembered)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise StateError(f"{path} cannot be read ({type(e).__name__}: {e}); a resumed run uses the one before") from e
 

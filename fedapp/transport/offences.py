@@ -86,14 +86,11 @@ class Offences:
         return [o for o in bad if self.strikes[o.client] >= STRIKES]
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values for a checkpoint."""
-        return {
-            "blocked": [b.as_dict() for _, b in sorted(self.blocked.items())],
-            "strikes": {str(c): n for c, n in sorted(self.strikes.items())},
-        }
+        """Return what a checkpoint holds."""
+        blocked = {c: found.as_dict() for c, found in sorted(self.blocked.items())}
+        return {"blocked": blocked, "strikes": dict(sorted(self.strikes.items()))}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Offences:
         """Return what `state` was made of."""
-        found = [Blocked(**row) for row in state.get("blocked", [])]
-        return cls({b.client: b for b in found}, {int(c): float(n) for c, n in state.get("strikes", {}).items()})
+        return cls({c: Blocked(**row) for c, row in state["blocked"].items()}, dict(state["strikes"]))

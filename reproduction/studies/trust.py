@@ -25,7 +25,7 @@ import numpy as np
 from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.engines import local
-from fedapp.federation import soundness
+from fedapp.federation.hooks import soundness
 from fedapp.transport import boundary, validation
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.records import INFO, reply_of

@@ -1,4 +1,4 @@
-"""Whether a state may take the place of the one before: it is finite, and no model in it grew too much.
+"""Void rounds: a state must be finite to take the place of the one before, and no model in it may grow too much.
 
 One finite reply can move an average by any amount. A model that is many times longer than the last one is of no use to
 the others, and a few rounds later it is NaN everywhere.
@@ -12,13 +12,60 @@ from typing import Any
 
 import numpy as np
 
+from fedapp.federation.hook import Hook
+from fedapp.federation.participants import Outcome, Progress
 from fedapp.method import Arrays, ServerState
+from fedapp.reduce.reader import Check
 from fedapp.transport.checkpoint import not_finite
+from fedapp.transport.traffic import RoundFailed
 
 BUFFERS = ("running_mean", "running_var")
 """Statistics of BatchNorm: they take the features' own units, so that their first values may be very large."""
 SMALL = "small/"
 """Beginning of the names of a second model's arrays (FML, FedKD)."""
+
+
+class NormGuard(Hook):
+    """Bounds the norm of each model, in the state and in each reply, by a multiple of the last round's (`max-growth`).
+
+    A round is void whose state is longer or not finite.
+    """
+
+    limit = math.inf
+
+    def checks(self, at: Progress, check: Check) -> Check:
+        """Return the check with one of the lengths."""
+        strategy = self.run.cohort.strategy
+        growth, initial = strategy.policy.robust.max_growth, strategy.context.initial
+        self.limit = growth * (1 + longest(at.state, initial)) if growth else math.inf
+        if not growth or self.run.cohort.secure is not None:  # the length of every reply takes a pass over it
+            return check
+        return bounded(check, initial, self.limit, strategy.reader.moves(at.state))
+
+    def judge(self, at: Progress, outcome: Outcome) -> None:
+        """Declare a round void whose state has a flaw."""
+        strategy = self.run.cohort.strategy
+        outcome.void = flaw(outcome.state, strategy.context.initial, strategy.records, self.limit) or ""
+
+
+class TwoVoids(Hook):
+    """Ends the run after two void rounds in a row."""
+
+    remembers = ("voids",)
+    voids = 0
+
+    def judge(self, at: Progress, outcome: Outcome) -> None:
+        """Count the void rounds, for the checkpoint of this round."""
+        self.voids = self.voids + 1 if outcome.void else 0
+
+    def after_round(self, at: Progress, outcome: Outcome) -> None:
+        """Raise `RoundFailed` after the second."""
+        if self.voids > 1:
+            raise RoundFailed(
+                f"rounds {at.round - 1} and {at.round} are void: {outcome.void}. Lower lr or set clip if all "
+                "clients are honest, choose robust if one may not be, or allow more with max-growth",
+                at.round,
+            )
 
 
 def length(arrays: Mapping[str, Any], names: Collection[str]) -> float:

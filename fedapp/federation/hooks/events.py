@@ -1,0 +1,65 @@
+"""Events for the program that follows the run, and for trackers."""
+
+from __future__ import annotations
+
+from fedapp.errors import counted
+from fedapp.federation.hook import Hook
+from fedapp.federation.participants import Exchange, Outcome, Progress
+from fedapp.results.directory import MOST_CURVES, TRACKED
+
+
+class ProgressEvents(Hook):
+    """Tells of rounds, queries and scores."""
+
+    def after_round(self, at: Progress, outcome: Outcome) -> None:
+        """Tell of a round."""
+        rounds = self.run.config.federation.num_server_rounds
+        self.tell_clients(outcome.exchange)
+        self.run.tell({"kind": "round", "rounds": rounds, **outcome.exchange.row})
+
+    def after_query(self, exchange: Exchange) -> None:
+        """Tell of a query."""
+        clients = len(exchange.traffic.answered)
+        self.run.tell({"kind": "asked", "what": exchange.kind, "clients": clients, "seconds": exchange.seconds})
+
+    def after_evaluation(self, exchange: Exchange) -> None:
+        """Tell of an evaluation; name the clients whose fine-tuning gave no score."""
+        if exchange.kind == "evaluate":
+            self.run.tell({"kind": "evaluated", **exchange.row})
+        elif exchange.kind == "final":
+            # With dp real nodes send no score of their fine-tuning in any case.
+            if self.run.method.client.tunes() and (self.run.simulation or self.run.config.mechanism is None):
+                self.warn_of_tuning(exchange)
+            self.tell_clients(exchange)
+
+    def warn_of_tuning(self, exchange: Exchange) -> None:
+        """Name the clients whose fine-tuning gave no score."""
+        asked = sorted(exchange.metrics.keys() & self.run.scoring.finalists)
+        without = [str(c) for c in asked if "tuned-total" not in exchange.metrics[c]]
+        if without:
+            more = f" and {len(without) - 20} more" if len(without) > 20 else ""
+            self.run.warn(
+                f"no score 'tuned' of {counted(len(without), 'client')} ({', '.join(without[:20])}{more}): the "
+                "loss of their fine-tuning is no number; lower lr, or set clip"
+            )
+
+    def tell_clients(self, exchange: Exchange) -> None:
+        """Send the clients' scores to trackers, which may be on another machine than the run directory."""
+        if self.run.config.storage.track and self.run.scoring.clients <= MOST_CURVES:
+            scores = {c: {k: v for k, v in row.items() if k.endswith(TRACKED)} for c, row in exchange.rows.items()}
+            final = exchange.kind == "final"
+            self.run.tell({"kind": "clients", "round": exchange.round, "final": final, "rows": scores})
+
+
+class FinalTrainingNotice(Hook):
+    """Says after the last round that clients train once more for their scores."""
+
+    def after_round(self, at: Progress, outcome: Outcome) -> None:
+        """Say so."""
+        federation, scoring = self.run.config.federation, self.run.scoring
+        if scoring.retrains and federation.fraction_train < 1 and at.round == federation.num_server_rounds:
+            clients, chosen = scoring.clients, len(scoring.finalists)
+            known = counted(clients, "client")
+            some = f"all {known}" if chosen == clients else f"{chosen} of {known}"
+            text = f"{some} {'train' if clients > 1 else 'trains'} once more for their scores"
+            self.run.tell({"kind": "waiting", "text": f"{text}; set final-training = false to skip this"})

@@ -1,0 +1,164 @@
+"""Rollback after a client has spoiled the model, and the number of replies that a rule against liars needs.
+
+A finite reply can move a model to where other clients cannot train on it. The next round finds that: so many of them
+get NaN, or send what is out of range, that too few replies are left. The update is then taken back and the round is
+repeated. From then on no single client can move the model that far: the median takes the place of means, and where a
+method has no average to take it of, no client's update is longer than the median one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from fedapp.core.robust import changes_bounded, needed
+from fedapp.federation.hook import Hook, Setup
+from fedapp.federation.participants import Exchange, Outcome, Progress, states_of
+from fedapp.learning.state import StateError
+from fedapp.method import Reply
+from fedapp.transport import checkpoint
+from fedapp.transport.traffic import RoundFailed, Spoiled
+
+TIMES = 2
+"""Largest number of rollbacks in a run."""
+
+
+class Rollback(Hook):
+    """Repeats a round from an earlier state where the present one is spoiled, and bounds clients from then on.
+
+    At first the earlier state is the one before the last update: a round that began there had enough good replies. A
+    client that has lied for longer may have spoiled that one too. So the second one is the initial state, in which no
+    client had a part.
+
+    Attributes
+    ----------
+    times : number of rollbacks.   before_round : round of the earlier state, -1 = there is none yet.
+    """
+
+    remembers = ("times", "before_round")
+    times, before_round = 0, -1
+    before: Progress | None = None
+    at_end = False
+
+    def __init__(self, run: Setup) -> None:
+        super().__init__(run)
+        self.asked_for = bool(run.cohort.strategy.policy.robust.rules)
+
+    def can_recover(self) -> bool:
+        """Return whether the run can go back.
+
+        Where every reply is needed (`min-replies = 1`) a model that diverged is a mistake in the settings. It also is
+        where rules hold from the start, and where the run has gone back before, as often as it may.
+        """
+        return not self.asked_for and self.run.cohort.manager.settings.min_replies < 1 and self.times < TIMES
+
+    def begin(self, at: Progress, rounds: int) -> None:
+        """Bound the clients as before, and read the earlier state."""
+        if self.times:
+            self.bound()
+        if self.before_round >= 0:
+            self.before = self.read(self.before_round)
+
+    def read(self, server_round: int) -> Progress | None:
+        """Return the point after a round from its checkpoint, or None without one."""
+        try:
+            _, state, remembered = checkpoint.load(self.run.directory.path / "checkpoint", server_round)
+        except StateError:
+            strategy = self.run.cohort.strategy
+            return None if server_round else Progress(0, strategy.init(strategy.context))
+        return Progress(server_round, state, states_of(remembered["Cohort"]))
+
+    def bound(self) -> str:
+        """Bound the effect of a single client from now on, and return how."""
+        strategy = self.run.cohort.strategy
+        if not strategy.method.votes_on(strategy.hparams):
+            return "from now on no client's update is longer than the median one"
+        policy = strategy.policy
+        median = policy.robust.replaced(robust="median", robust_f=max(1, policy.robust.robust_f))
+        self.run.cohort.strategy = strategy.under(dataclasses.replace(policy, robust=median))
+        return "from now on the median of the clients is taken"
+
+    def recover(self, at: Progress, server_round: int, error: Spoiled) -> Progress | None:
+        """Return the earlier state; clients go back with it."""
+        to = self.read(0) if self.times else self.before
+        if self.before is None or to is None or not self.can_recover():
+            return None
+        self.times += 1
+        self.run.cohort.restore(at)
+        self.say(error, to, self.bound())
+        self.run.cohort.rewind(to, server_round)
+        self.run.cohort.pending += error.dropped
+        return dataclasses.replace(to, clients=self.run.cohort.clients)
+
+    def replies(self, exchange: Exchange, at: Progress, replies: Iterator[Reply]) -> Iterator[Reply]:
+        """Shorten changes to the median client's where no vote is possible; of a sum there is one reply."""
+        cohort = self.run.cohort
+        if not self.times or cohort.strategy.policy.robust.rules or cohort.secure is not None:
+            return replies
+        arrived = list(replies)
+        cohort.require(exchange)
+        return iter(self.shortened(at, exchange.round, arrived))
+
+    def shortened(self, at: Progress, server_round: int, replies: Sequence[Reply]) -> list[Reply]:
+        """Return replies of which no model changed more than the median client's."""
+        strategy = self.run.cohort.strategy
+        sent = {c: p.all() for c, p in strategy.send_each(at.state, server_round, [r.client for r in replies])}
+        initial = strategy.context.initial
+        names = [n for n in initial if all(n in r.arrays and n in sent[r.client] for r in replies)]
+        if not names or not replies:
+            return list(replies)
+        found = changes_bounded(
+            [{n: r.arrays[n] for n in names} for r in replies], [{n: sent[r.client][n] for n in names} for r in replies]
+        )
+        return [dataclasses.replace(r, arrays={**r.arrays, **new}) for r, new in zip(replies, found, strict=True)]
+
+    def judge(self, at: Progress, outcome: Outcome) -> None:
+        """Keep the state before this round as the earlier one, if the round counts."""
+        if not outcome.void:
+            self.before, self.before_round = at, at.round
+
+    def recover_end(self, at: Progress, error: Spoiled) -> Progress | None:
+        """Return the state before the last update: no client has trained on that one, so the fault shows only here."""
+        if self.at_end or self.before is None or not self.can_recover():
+            return None
+        self.at_end = True
+        self.run.cohort.rewind(self.before, at.round + 1)
+        self.say(error, self.before, "the one before it is scored")
+        self.run.cohort.pending = list(error.dropped)
+        return Progress(at.round, self.before.state)
+
+    def say(self, error: Spoiled, to: Progress, how: str) -> None:
+        """Say that the last update, or all of them, are taken back."""
+        what = "the update before" if to.round else "what came before"
+        self.run.warn(f"{what} round {error.round} spoiled the model and is taken back; {how} ({error.reason})")
+
+
+class EnoughForRules(Hook):
+    """Ends a run in which fewer replies count than its rules need against the liars that they bear.
+
+    A rule holds for a number of clients, so all replies must be there before it begins. The median of a rollback needs
+    no number: no client that fails may end a run which another one spoiled.
+    """
+
+    def __init__(self, run: Setup) -> None:
+        super().__init__(run)
+        self.asked_for = run.cohort.strategy.policy.robust
+
+    def replies(self, exchange: Exchange, at: Progress, replies: Iterator[Reply]) -> Iterator[Reply]:
+        """Wait for all replies; raise `RoundFailed` if there are too few."""
+        cohort = self.run.cohort
+        if not cohort.strategy.policy.robust.rules:
+            return replies
+        arrived = list(replies)
+        cohort.require(exchange)
+        if self.asked_for.rules:
+            # A client that was blocked lies no more, so that the rule has fewer liars to bear.
+            liars = max(0, self.asked_for.robust_f - len(cohort.manager.offences.blocked))
+            least = needed(self.asked_for.averages, liars)
+            if (count := len(exchange.traffic.answered)) < least:
+                raise RoundFailed(
+                    f"round {exchange.round}: {count} good replies, and robust needs {least} "
+                    f"against {liars} liars: raise min-replies, or lower robust-f",
+                    exchange.round,
+                )
+        return iter(arrived)

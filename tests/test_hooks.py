@@ -1,0 +1,228 @@
+"""The round loop and its hooks: their size, kills after each of them, and an exchange before round 1."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from clients.base import FedClient
+from fedapp import server_app
+from fedapp.config import RunConfig, from_flat
+from fedapp.engines.local import run
+from fedapp.federation import loop
+from fedapp.federation.hook import Hook
+from fedapp.federation.hooks.events import ProgressEvents
+from fedapp.federation.hooks.training import Checkpoint
+from fedapp.learning.state import read_safetensors
+from fedapp.method import Arrays, BaseHParams, Payload, ServerState
+from fedapp.reduce.spec import Mean, Query, Total
+from fedapp.results.directory import RunDirectory
+from fedapp.results.runs import RunResult
+from fedapp.transport import checkpoint
+from strategies._sums import class_sums
+from strategies.base import Strategy
+from strategies.fedavg import METHOD as FEDAVG
+from tests.handmade import deterministic
+from tests.house import MODULES, ROOT, imports
+
+Tiny = Callable[..., RunResult]
+FOLDER = ROOT / "fedapp" / "federation" / "hooks"
+
+
+def lines_of_code(function: Any) -> int:
+    """Lines of a function without its docstring, comments and blank lines."""
+    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in quoted(function).splitlines())
+
+
+def quoted(function: Any) -> str:
+    """The source of a function without its docstring."""
+    source = inspect.getsource(function)
+    docstring = ast.get_source_segment(source, ast.parse(source).body[0].body[0])  # type: ignore[attr-defined]
+    return source.replace(f"    {docstring}\n", "")
+
+
+def test_the_loop_and_its_attempt_are_short_and_the_architecture_page_quotes_them() -> None:
+    assert lines_of_code(loop.federate) + lines_of_code(loop.train_once) <= 40
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for function in (loop.federate, loop.train_once):
+        assert quoted(function) in page, f"quote {function.__name__} as it stands in the file"
+
+
+def test_a_hook_is_short_and_knows_no_other_hook() -> None:
+    for path in sorted(FOLDER.glob("[a-z]*.py")):
+        assert not [m for m in imports(path) & MODULES if m.startswith("fedapp.federation.hooks.")], path
+    for hook in server_app.HOOKS:
+        assert len(inspect.getsource(hook).splitlines()) <= 110, hook
+
+
+def whole(result: RunResult) -> dict[str, Any]:
+    """All numbers of a run that two equal runs have in common."""
+    tables = ("rounds", "clients", "evaluations", "final", "unseen", "dropped")
+    found: dict[str, Any] = {name: deterministic(getattr(result, name)).to_csv() for name in tables}
+    found["summary"] = {k: v for k, v in result.summary.items() if not k.endswith("seconds")}
+    for path in sorted((result.out / "models").glob("*.safetensors")):
+        arrays, header = read_safetensors(path)
+        found[path.name] = {n: a.tobytes() for n, a in arrays.items()}, header["round"]
+    for folder in ("checkpoint", "selected"):
+        for path in sorted((result.out / folder).iterdir()):
+            number, state, remembered = checkpoint.load(path.parent, int(path.stem[-6:]))
+            remembered["Checkpoint"] = {}
+            arrays, scalars = checkpoint.flatten({"state": state, **remembered})
+            found[f"{folder} {number}"] = {n: (a.dtype, a.shape, a.tobytes()) for n, a in arrays.items()}, scalars
+    return found
+
+
+def interrupted(act: Callable[..., None], after: int = 1) -> Callable[..., None]:
+    """Kill a run after a hook has acted so many times."""
+    calls: list[Any] = []
+
+    def killed(self: Hook, *given: Any) -> None:
+        act(self, *given)
+        calls.append(given)
+        if len(calls) == after:
+            raise KeyboardInterrupt
+
+    return killed
+
+
+SETTINGS: dict[str, Any] = {
+    "method": "fedgh", "rounds": 4, "clients": 5, "fraction_train": 0.7, "unseen": "1", "patience": 3, "lr": 1e-4,
+    "seed": 1, "min_replies": 0.5, "select": "validation", "validation": 0.2, "evaluate_every": 1, "max_growth": 20.0,
+}  # fmt: skip
+# Loss and accuracy are no better in rounds 3 and 4 than before, so what is remembered decides.
+STAGES = ("judge", "after_round", "after_evaluation")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return whole(run(out=out, data_fraction=0.3, local_epochs=1, batch_size=64, **SETTINGS))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("hook", server_app.HOOKS, ids=lambda hook: hook.__name__)
+def test_a_run_that_was_killed_after_a_hook_goes_on_with_the_same_bits(
+    hook: type[Hook], stage: str, unbroken: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook, stage, interrupted(getattr(hook, stage), after=3))
+    with pytest.raises(KeyboardInterrupt):
+        run(out=tmp_path / "run", data_fraction=0.3, local_epochs=1, batch_size=64, **SETTINGS)
+    monkeypatch.undo()
+    assert whole(run(resume=tmp_path / "run")) == unbroken
+
+
+class Counting(FedClient):
+    """A client that states the sum of its inputs when it is asked before round 1."""
+
+    asked: list[int]
+
+    def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        assert kind == "prepare"
+        self.asked.append(self.task.client)
+        return {"n/sum": np.asarray(self.task.x_train.double().sum())}, {}
+
+
+class Shifted(Strategy):
+    """The initial model is moved by a sum over all clients."""
+
+    def prepare(self, state: ServerState, query: Query) -> ServerState:
+        total = query("prepare", Payload()).totals("n")
+        shift = np.float32(0.01 * np.tanh(total.sums["sum"] / 1e4))
+        return {"model": {name: array + shift for name, array in state["model"].items()}}
+
+
+TOTAL = Total("n/", lambda context: {"sum": np.zeros(())}, lambda context, arrays, lost: None)
+PREPARED = dataclasses.replace(
+    FEDAVG, strategy=Shifted, client=Counting, extra_up=("n/",), queries=("prepare",),
+    reduces={"train": {"model": Mean()}, "prepare": {"n": TOTAL}},
+)  # fmt: skip
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Let runs have the method PREPARED; holds the clients that were asked."""
+    found: list[int] = []
+    monkeypatch.setattr(RunConfig, "method_and_hparams", lambda self: (PREPARED, BaseHParams()))
+    monkeypatch.setattr(Counting, "asked", found, raising=False)
+    yield found
+
+
+@pytest.mark.parametrize("more", [{}, {"secure_sum": True}], ids=["plain", "secure sum"])
+def test_a_method_asks_all_clients_before_round_1_and_once_alone(
+    more: Mapping[str, Any], asked: list[int], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"method": "fedavg", "rounds": 3, "fraction_train": 0.67, **more}
+    straight = tiny(**settings)
+    assert sorted(asked) == [0, 1, 2] and straight.summary["bytes_up_query.prepare"] > 0
+    moved = checkpoint.load(straight.out / "checkpoint", 0)[1]["model"]
+    assert not np.allclose(moved["head.bias"], 0.0), "the state before round 1 is there"
+    for kill, hook, name, times in (("written", Checkpoint, "begin", 1), ("asked", ProgressEvents, "after_query", 2)):
+        asked.clear()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(hook, name, interrupted(getattr(hook, name)))
+            tiny(**settings, out=tmp_path / kill)
+        resumed = run(resume=tmp_path / kill)
+        assert sorted(asked) == sorted([0, 1, 2] * times), "a state that was written is not made again"
+        for name in ("rounds", "clients", "final"):
+            a, b = (deterministic(getattr(r, name)) for r in (straight, resumed))
+            sizes = [c for c in a if c.startswith("bytes")]  # of secrets, which differ from run to run
+            pd.testing.assert_frame_equal(a.drop(columns=sizes), b.drop(columns=sizes), check_exact=True)
+        assert resumed.summary["bytes_up_query.prepare"] > 0
+    asked.clear()
+    later = run(resume=straight.out, rounds=4)
+    assert not asked and list(later.rounds["round"]) == [1, 2, 3, 4]
+
+
+def test_noise_of_an_answer_before_round_1_is_drawn_and_booked_once(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"method": "fed3r", "method_args": "base=none", "dp": "example", "dp_test": True}
+    values = {k.replace("_", "-"): v for k, v in settings.items()}
+    method, hparams = from_flat(values).method_and_hparams()
+    calls: list[int] = []
+
+    class Early(method.strategy):  # type: ignore[name-defined, misc]
+        answers: ClassVar[Mapping[str, str]] = {"prepare": "sums/"}
+
+        def prepare(self, state: ServerState, query: Query) -> ServerState:
+            return super().finalize(state, lambda kind, payload: query("prepare", payload))  # type: ignore[no-any-return]
+
+        def finalize(self, state: ServerState, query: Query) -> ServerState:
+            return state
+
+    class Answers(method.client):  # type: ignore[name-defined, misc]
+        def answer(self, kind: str, payload: Payload) -> Any:
+            assert kind == "prepare"
+            calls.append(self.task.client)
+            return super().answer("sums", payload)
+
+    asked = {"train": {}, "prepare": {"sums": class_sums(True, False)}}
+    early = dataclasses.replace(method, strategy=Early, client=Answers, queries=("prepare",), reduces=asked)
+    monkeypatch.setattr(RunConfig, "method_and_hparams", lambda self: (early, hparams))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Checkpoint, "begin", interrupted(Checkpoint.begin))
+        tiny(**settings, rounds=1, out=tmp_path / "run")
+    assert checkpoint.load(tmp_path / "run" / "checkpoint", 0)[1]["fed3r"]["head"]
+    resumed = run(resume=tmp_path / "run")
+    assert sorted(calls) == [0, 1, 2] and resumed.summary["privacy"]["releases"] == 1
+
+
+@pytest.mark.parametrize(("known", "stays"), [(0, True), (-1, False)])
+def test_dropped_answers_from_before_round_1_stay_with_the_state_of_round_0(
+    known: int, stays: bool, tiny: Tiny
+) -> None:
+    """A run without that state asks again."""
+    result = tiny(method="local", rounds=1)
+    path = result.out / "dropped.csv"
+    path.write_text("round,client,stage,reason\n0,1,query.prepare,late\n1,1,train,late\n")
+    RunDirectory(result.out, result.config, known)
+    assert ("0,1,query.prepare" in path.read_text()) == stays and "1,1,train" not in path.read_text()
