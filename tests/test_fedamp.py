@@ -59,11 +59,6 @@ def test_worked_numbers_of_the_distance_form() -> None:
     np.testing.assert_allclose(u, [[1.193796, 0.834199], [0.634422, 1.387600], [1.471782, 1.478201]], atol=1e-6)
 
 
-def test_worked_numbers_of_the_cosine_form() -> None:
-    expected = [[0.5, 0.096573, 0.403427], [0.143637, 0.5, 0.356363], [0.313695, 0.186305, 0.5]]
-    np.testing.assert_allclose(attention(WORKED, hparams_of(scale=10, xi=0.5)), expected, atol=1e-6)
-
-
 def slow_attention(models: list[Arrays], h: FedAMPHParams) -> np.ndarray:
     """The formulas, one pair after the other, on flat float64 vectors."""
     w = [flat(m) for m in models]
