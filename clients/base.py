@@ -47,6 +47,7 @@ import numpy as np
 from clients._flower import PositionalClient
 from fedapp import process, sampling
 from fedapp.core import names
+from fedapp.data.columns import BODY
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning import dp_sgd
@@ -252,6 +253,14 @@ class FedClient(PositionalClient):
                     f"{what}, and BatchNorm in '{model.name}' needs two images in a batch: "
                     f"{remedy}, or choose a model without BatchNorm"
                 )
+
+    def require_body(self) -> None:
+        """Raise `BadRequest` if nothing of the body is trained; for methods that train it in a phase of its own."""
+        if not any(p.requires_grad for model in self.trained_models() for p in model.features.parameters()):
+            raise BadRequest(
+                f"{self.method.id} trains the body by itself, and there is none to train: take another model than "
+                "identity, or freeze fewer layers, or choose a method that trains the head too, such as fedavg"
+            )
 
     def common_facts(self) -> dict[str, Scalar]:
         """Return facts that must be equal at all clients, such as a checksum of public images."""
@@ -683,14 +692,15 @@ class FedClient(PositionalClient):
             "shape": json.dumps(self.task.inputs.shape),
             "width": model.width,
             "shapes": json.dumps(shapes),
-            "common": json.dumps({**self.common_facts(), **self._weights()}),
+            "common": json.dumps({**self.common_facts(), **self._body()}),
         }
         return {"num-examples": self.task.num_samples, "test-examples": len(self.task.y_test)}, info
 
-    def _weights(self) -> dict[str, Scalar]:
-        """Return the checksum of the stored weights: layers that are not sent must be the same everywhere."""
+    def _body(self) -> dict[str, Scalar]:
+        """Return checksums of what is not sent and is the same everywhere: frozen layers, a body of given features."""
         stored = self.task.settings.weights
-        return {"weights": weights.checksum(stored)} if stored and self.task.settings.freeze else {}
+        found: dict[str, Scalar] = {"weights": weights.checksum(stored)} if stored and self.task.settings.freeze else {}
+        return found | ({BODY: self.task.extras[BODY]} if BODY in self.task.extras else {})
 
 
 @functools.lru_cache(maxsize=16)

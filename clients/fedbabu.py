@@ -21,7 +21,6 @@ from typing import Literal
 from pydantic import Field
 
 from clients.base import FedClient
-from fedapp.errors import BadRequest
 from fedapp.learning.training import Phase
 from fedapp.method import ALL, HEAD, BaseHParams
 
@@ -47,6 +46,14 @@ class FedBABUHParams(BaseHParams):
 class FedBABUClient(FedClient):
     """Trains the body under a head that stays as it is."""
 
+<<<<<<< HEAD
+=======
+    def check_training(self) -> None:
+        """Refuse a body of which nothing is trained."""
+        super().check_training()
+        self.require_body()
+
+>>>>>>> 3ce7125 (Features of a pretrained body have a model of their own, identity, and defaults that fit it)
     def phases(self) -> Sequence[Phase]:
         """Train the body, of which `freeze` must leave something."""
         if not any(p.requires_grad for p in self.model.features.parameters()):

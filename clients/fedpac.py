@@ -72,6 +72,11 @@ class FedPACClient(FedClient):
     pulled: bool
     before: Arrays
 
+    def check_training(self) -> None:
+        """Refuse a body of which nothing is trained."""
+        super().check_training()
+        self.require_body()
+
     def receive(self, payload: Payload) -> None:
         """Take the model, and set the global class means aside."""
         rest, found = names.split(payload, PAC)

@@ -7,7 +7,7 @@ features, with the final model in evaluation mode, without augmentation, on its 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -25,9 +25,16 @@ class PostHocHParams(BaseHParams):
     """What all methods that repair a head have: the method that trains."""
 
     base: str = Field(
-        "fedavg", description="the method that trains: any that ends with one global model; none = no training"
+        "auto",
+        description="the method that trains: any that ends with one global model; none = no training; auto = none with "
+        "model = identity, else fedavg",
     )
     base_args: str = Field("", description="the base method's hyperparameters; written base.NAME=value")
+
+    def settled(self, given: bool = False, private: bool = False) -> Self:
+        """Return them with the base that `auto` stands for."""
+        base = ("none" if given else "fedavg") if self.base == "auto" else self.base
+        return self.model_copy(update={"base": base})
 
 
 class PostHocClient(FedClient):

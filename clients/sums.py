@@ -16,7 +16,7 @@ With `dp = example` the answer is `sums/count`, `sums/sum` and `sums/square` wit
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -36,12 +36,18 @@ class SumsHParams(PostHocHParams):
     min_count: int = Field(
         1, ge=1, description="classes with fewer samples at a client stay there; 3 for privacy (papers: 1)"
     )
-    scale: Literal["trained", "fit", "none"] = Field(
-        "trained",
+    scale: Literal["auto", "trained", "fit", "none"] = Field(
+        "auto",
         description="one factor for all logits, which changes no prediction: trained = the weights get the norm of the "
         "trained head's, so that local training can go on; fit = the best for the losses of the clients' training "
-        "rows; none (papers: none; Fed3R+FT fits one)",
+        "rows; none (papers: none; Fed3R+FT fits one); auto = none with dp, fit with base = none, else trained",
     )
+
+    def settled(self, given: bool = False, private: bool = False) -> Self:
+        """Return them with the scale that `auto` stands for: a head that nothing trained has no scale of its own."""
+        found = super().settled(given, private)
+        scale = "none" if private else "fit" if found.base == "none" else "trained"
+        return found.model_copy(update={"scale": scale}) if self.scale == "auto" else found
 
 
 class SumsClient(PostHocClient):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,15 @@ class BaseHParams(BaseModel):
     """Hyperparameters of a method: frozen and typed; unknown names are refused. Field descriptions document them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def settled(self, given: bool = False, private: bool = False) -> Self:
+        """Return them with a value for each `auto`.
+
+        Parameters
+        ----------
+        given : the data are features, and the model is its head alone.   private : the run has `dp`.
+        """
+        return self
 
 
 @dataclass(frozen=True)

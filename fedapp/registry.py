@@ -157,14 +157,14 @@ def parse_args(method: Method, text: str) -> BaseHParams:
 
 def resolve(method: Method, hparams: BaseHParams) -> Method:
     """Return the method to run: the method itself, or what a wrapping method makes of its base."""
-    return method if method.resolve is None else method.resolve(hparams, get)
+    return method if method.resolve is None else method.resolve(hparams.settled(), get)
 
 
 @functools.lru_cache(maxsize=64)
 def configured(method_id: str, args: str) -> tuple[Method, BaseHParams]:
-    """Return the method to run and its hyperparameters, of an id and its `method-args`."""
+    """Return the method to run and its hyperparameters, of an id and its `method-args`; no `auto` is left."""
     method = get(method_id)
-    hparams = parse_args(method, args)
+    hparams = parse_args(method, args).settled()
     return resolve(method, hparams), hparams
 
 

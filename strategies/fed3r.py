@@ -10,6 +10,7 @@ ICML 2024.
 1. Any base method with one global model trains as it always does.
 2. Every client answers once with A_k = sum h h^T and b_k = sum h e_y^T of h = (z, 1) (`clients/sums.py`).
 3. W* = (lambda I + sum_k A_k)^-1 sum_k b_k: ridge regression of one-hot labels on all features together, exactly.
+   With `lam=gcv` lambda is the one with the least generalised cross-validation error, which needs these sums alone.
 4. The released code then divides every class's weights and bias by the norm of its weights, which changes predictions;
    here only with `normalise=true`.
 5. One factor for all logits (`scale`).
@@ -19,7 +20,7 @@ Random features (Fed3R-RF) are not part of it: the released code has none.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field
@@ -36,12 +37,22 @@ FLOOR = 1e-6
 class Fed3RHParams(SumsHParams):
     """Hyperparameters of Fed3R; those of the base method are given as `base.NAME=value`."""
 
-    lam: float = Field(0.01, gt=0, description="penalty lambda on weights and bias (code: 0.01)")
+    lam: Annotated[float, Field(gt=0)] | Literal["auto", "gcv"] = Field(
+        "auto",
+        description="penalty lambda on weights and bias (code: 0.01); gcv = by generalised cross-validation; auto = "
+        "gcv with base = none and without dp, else 0.01",
+    )
     relative: bool = Field(False, description="lambda is a multiple of the mean of A's diagonal (code: no)")
     normalise: bool = Field(
         False, description="divide each class's weights and bias by the norm of its weights (code: yes)"
     )
     bias: bool = Field(True, description="whether there is a bias, penalised too (code: yes)")
+
+    def settled(self, given: bool = False, private: bool = False) -> Self:
+        """Return them with the penalty that `auto` stands for; the sums of a run with noise do not fit GCV."""
+        found = super().settled(given, private)
+        gcv = found.base == "none" and not private and not self.relative
+        return found.model_copy(update={"lam": "gcv" if gcv else 0.01}) if self.lam == "auto" else found
 
 
 class Fed3R(HeadFromSums):
@@ -50,16 +61,23 @@ class Fed3R(HeadFromSums):
     settings: ClassVar[Fed3RHParams] = Fed3RHParams()
 
     def rows(self, found: Found) -> tuple[Float64, dict[str, Any]]:
-        """Return W* (step 3), normalised if that is asked for."""
+        """Return W* (step 3), normalised if that is asked for, and the penalty that was found."""
         s = self.settings
-        self.check_penalty(found)
-        rows = sums.ridge(found.a, found.b, s.lam, relative=s.relative, bias=s.bias)
+        lam, entries = s.lam, {}
+        if lam == "gcv":
+            lam, inside = sums.best_penalty(found.a, found.b, bias=s.bias)
+            entries = {"lam": lam}
+            if not inside:
+                self.context.warn(f"fed3r: lam = {lam:.3g} is the end of the grid of generalised cross-validation")
+        else:
+            self.check_penalty(found, lam)
+        rows = sums.ridge(found.a, found.b, lam, relative=s.relative, bias=s.bias)
         if s.normalise:
             norms = np.linalg.norm(rows[:, :-1], axis=1, keepdims=True)
             rows = rows / np.where(norms > 0, norms, FLOOR)
-        return rows, {}
+        return rows, entries
 
-    def check_penalty(self, found: Found) -> None:
+    def check_penalty(self, found: Found, given: float) -> None:
         """Warn of a penalty below the mean square of a feature where there are about as many samples as features.
 
         Least squares then fits the noise of the samples, most of all at n = d + 1. In a trial with d = 1280, lam = 0.01
@@ -67,10 +85,10 @@ class Fed3R(HeadFromSums):
         """
         n, width = float(found.b[:, -1].sum()), len(found.a)
         square = float(np.trace(found.a)) / (n * width)
-        lam = self.settings.lam * (float(np.trace(found.a)) / width if self.settings.relative else 1)
+        lam = given * (float(np.trace(found.a)) / width if self.settings.relative else 1)
         if lam < square and 0.4 <= n / width <= 2:
             self.context.warn(
-                f"fed3r: lam = {self.settings.lam:g} is small for {n:.0f} samples of {width - 1} features: near as "
+                f"fed3r: lam = {given:g} is small for {n:.0f} samples of {width - 1} features: near as "
                 "many samples as features the head fits noise. Try a larger lam"
                 + ("" if self.settings.relative else f", such as lam={30 * square:.2g} and lam={300 * square:.2g}")
             )

@@ -227,3 +227,54 @@ def test_the_refusal_leaves_room_for_rounding() -> None:
         assert sums.problem_of(one, 3, 13, True) is None
     nothing = sums.FeatureSums(3, 2).arrays()
     assert sums.problem_of(nothing, 3, 2, True) is None
+
+
+@pytest.mark.parametrize(
+    ("penalty", "rss", "df", "error"),
+    [
+        (0.01, 1.808353, 2.991302, 0.368136),
+        (1.0, 2.247991, 2.510115, 0.400723),
+        (10.0, 3.597745, 1.840207, 0.540346),
+        (100.0, 5.486459, 0.950909, 0.670011),
+    ],
+)
+def test_cross_validation_of_the_worked_example(penalty: float, rss: float, df: float, error: float) -> None:
+    found = sums.cross_validated(*whole(), 10.0, np.array([penalty]))
+    np.testing.assert_allclose([float(f[0]) for f in found], [rss, df, error], rtol=2e-6)
+
+
+def test_cross_validation_from_sums_is_that_of_the_hat_matrix() -> None:
+    rng = np.random.default_rng(0)
+    z, y = rng.normal(size=(40, 6)), rng.integers(0, 3, 40)
+    h, target = np.column_stack([z, np.ones(40)]), np.eye(3)[y]
+    for penalty in (1e-3, 1.0, 50.0):
+        hat = h @ np.linalg.solve(h.T @ h + penalty * np.eye(7), h.T)
+        wanted = ((target - hat @ target) ** 2).sum() / 40 / (1 - np.trace(hat) / 40) ** 2
+        _, _, error = sums.cross_validated(*whole(z, y), 40.0, np.array([penalty]))
+        np.testing.assert_allclose(error, [wanted], rtol=1e-10)
+    few = whole(z[:5], y[:5])
+    assert np.isinf(sums.cross_validated(*few, 3.0, np.array([1e-9]))[2]).all(), "more degrees of freedom than samples"
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_the_penalty_of_cross_validation_is_beyond_that_which_fits_noise(offset: float) -> None:
+    """About as many samples as features: 0.01 fits their noise, wherever the features lie."""
+    rng = np.random.default_rng(0)
+    means = rng.normal(size=(4, 120))
+    y, other = rng.integers(0, 4, 121), rng.integers(0, 4, 2000)
+    z, new = (means[labels] / 3 + rng.normal(size=(len(labels), 120)) + offset for labels in (y, other))
+
+    def accuracy(penalty: float) -> float:
+        rows = sums.ridge(*whole(z, y, 4), penalty)
+        return float(((new @ rows[:, :-1].T + rows[:, -1]).argmax(axis=1) == other).mean())
+
+    penalty, inside = sums.best_penalty(*whole(z, y, 4))
+    assert inside and accuracy(penalty) > accuracy(0.01) + 0.2
+    shuffled = rng.permutation(121)
+    np.testing.assert_allclose(sums.best_penalty(*whole(z[shuffled], y[shuffled], 4))[0], penalty, rtol=1e-6)
+
+
+def test_cross_validation_names_the_end_of_its_grid_and_features_without_any_difference() -> None:
+    y = np.arange(60) % 2
+    assert not sums.best_penalty(*whole(np.eye(2)[y], y, 2))[1], "no penalty is too small where features are labels"
+    assert sums.best_penalty(*whole(np.ones((6, 3)), np.arange(6) % 2, 2)) == (1.0, True)

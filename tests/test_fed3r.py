@@ -273,7 +273,7 @@ def test_a_head_alone_says_whose_features_it_has(model: str, arrays: bool, weigh
 def test_a_given_extractor_stays_as_it_is_and_a_random_one_is_named(tiny: Tiny) -> None:
     base = tiny(method="fedavg", rounds=1)
     file = base.out / "models" / "last.safetensors"
-    given = tiny(method="fed3r", method_args="base=none", rounds=1, weights=str(file))
+    given = tiny(method="fed3r", method_args="base=none lam=0.01 scale=trained", rounds=1, weights=str(file))
     bare = tiny(method="fed3r", method_args="base=none", rounds=1)
     after = tiny(method="fed3r", rounds=1)
     was, arrays, same = (read_safetensors(r.out / "models" / "last.safetensors")[0] for r in (base, given, after))

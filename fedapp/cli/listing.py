@@ -180,7 +180,7 @@ def models() -> None:
     """List the models, the features of their heads and their samples."""
     from fedapp.models import own, zoo
 
-    rows = [(name, str(width), takes, words) for name, width, takes, words in zoo.listed()]
+    rows = [(name, str(width or "all"), takes, words) for name, width, takes, words in zoo.listed()]
     rows += [(name, "", "", str(entry)) for name, entry in own.installed().items()]
     entries(rows, lambda row: (row[3], f"{row[1]} features; {row[2]}" if row[1] else "installed"))
 

@@ -33,7 +33,7 @@ from fedapp.data.datasets import published
 from fedapp.errors import BadRequest, named_values, suggest, suggest_choice
 from fedapp.learning.optimizers import check_optimizer, takes
 from fedapp.method import TrainDefaults
-from fedapp.models import default_model
+from fedapp.models import IDENTITY, default_model
 from fedapp.settings import unless_auto
 
 __all__ = [
@@ -61,7 +61,7 @@ def from_flat(values: Mapping[str, Any]) -> RunConfig:
     ------
     BadRequest : unknown key, wrong type, value out of range, or contradicting keys; one line each.
     """
-    config = validated(expanded(values))
+    config = _with_features(validated(expanded(values)))
     check(config)
     config = _resolved(config)
     check_training(config)
@@ -260,6 +260,27 @@ def _resolved(config: RunConfig) -> RunConfig:
         partition=known_partition(config.data.partition, config.data.dataset),
         augment=unless_auto(config.training.augment, d.augment),
         evaluate_every=max(int(config.evaluation.select == "validation"), config.evaluation.evaluate_every),
+    )
+
+
+def _with_features(config: RunConfig) -> RunConfig:
+    """Replace `auto` where the model `identity` or `dp` decides it: of hyperparameters, and of `normalise`.
+
+    Mean and variance of all rows are for gradients; heads from statistics and runs with noise need none.
+    """
+    settings = config.federation
+    method = registry.get(settings.method)
+    asked = registry.parse_args(method, settings.method_args)
+    given, private = set(config.model.names) == {IDENTITY}, config.privacy.dp != "none"
+    found = asked.settled(given, private)
+    new = {name: value for name, value in found if value != getattr(asked, name)}
+    if all(value == getattr(method.hparams().settled(), name) for name, value in new.items()):
+        new = {}  # what they stand for in most runs
+    args = [settings.method_args, *(f"{name}={value}" for name, value in new.items())]
+    plain = given and (private or getattr(found, "base", "") == "none")
+    return config.replaced(
+        method_args=" ".join(filter(None, args)),
+        normalise=unless_auto(config.data.normalise, "none" if plain else "auto"),
     )
 
 

@@ -20,7 +20,7 @@ from fedapp.learning import evaluation
 from fedapp.learning.optimizers import parse_schedule, takes
 from fedapp.learning.training import class_numbers, make_optimizer
 from fedapp.method import BaseHParams, Method
-from fedapp.models import MODEL_NAMES, check_form, is_own, own
+from fedapp.models import IDENTITY, MODEL_NAMES, check_form, is_own, own
 from fedapp.settings import unless_auto
 from fedapp.settings.evaluation import ALWAYS, CONFUSION, PROTOCOLS, share_of, whole_numbers
 from fedapp.transport.traffic import needed_replies
@@ -118,6 +118,11 @@ def _check_model(config: RunConfig, method: Method, hparams: BaseHParams) -> Non
         (
             settings.freeze and not settings.weights,
             "freeze keeps layers with stored weights as they are: give weights too, or leave it out",
+        ),
+        (
+            IDENTITY in names and config.data.normalise == "client",
+            "normalise = 'client' gives each client's features their own mean and deviation, which hides what tells "
+            "classes apart: choose data, none or auto",
         ),
         (
             several and not method.heterogeneous,

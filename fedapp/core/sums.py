@@ -35,6 +35,11 @@ UNSEEN = -1e4
 """Logit of a class without samples, beside the mean logit of the others: it loses, and its probability is 0."""
 SCALES: Float64 = 2.0 ** (np.arange(-24, 41) / 4)
 """Factors for logits, 1/64 to 1024, of which `best_scale` takes one."""
+PENALTIES: Float64 = np.array(
+    [p * f for p in (1e-2, 1e-1, 1e0, 1e1, 1e2, 1e3, 1e4) for f in (1.0, 1.7782794100389228, 3.1622776601683795,
+     5.623413251903491)] + [1e5]
+)  # fmt: skip
+"""Multiples of a feature's mean square, 0.01 to 100,000, of which `best_penalty` takes one."""
 TOLERANCE = 1e-9
 """How far rounding may take second moments from possible ones, relative to their largest entry."""
 
@@ -187,6 +192,37 @@ def ridge(a: Float64, b: Float64, lam: float, *, relative: bool = False, bias: b
     penalty = lam * float(np.trace(square)) / size if relative else lam
     found[:, :size] = _solve(square + penalty * np.eye(size), b[:, :size])
     return found
+
+
+def best_penalty(a: Float64, b: Float64, *, bias: bool = True) -> tuple[float, bool]:
+    """Return the penalty of `ridge` with the least error by generalised cross-validation, and whether it is inside
+    the grid (Golub, Heath, Wahba, Technometrics 1979).
+
+    The sums are enough. With ``A = U diag(v) U^T`` and ``r = U^T b^T`` the residuals of one-hot labels have the sum of
+    squares ``N - 2 sum |r_i|^2 / (v_i + lam) + sum v_i |r_i|^2 / (v_i + lam)^2``, the hat matrix has the trace
+    ``df = sum v_i / (v_i + lam)``, and the error is ``(RSS / N) / (1 - df / N)^2``, infinite for ``df >= N``.
+    """
+    size, n, width = b.shape[1] if bias else b.shape[1] - 1, float(a[-1, -1]), b.shape[1] - 1
+    total = a[-1, :-1]
+    # The mean square of the centred features: an offset of all features must not move the grid.
+    unit = (float(np.trace(a[:-1, :-1])) - float(total @ total) / n) / (width * n)
+    found = [cross_validated(a[:size, :size], b[:, :size], n, PENALTIES * unit)[2]] if unit > 0 else []
+    if not found or not np.isfinite(found[0]).any():  # no feature differs between samples
+        return 1.0, True
+    best = int(np.argmin(found[0]))
+    return float(PENALTIES[best] * unit), 0 < best < len(PENALTIES) - 1
+
+
+def cross_validated(a: Float64, b: Float64, n: float, penalties: Float64) -> tuple[Float64, Float64, Float64]:
+    """Return sum of squared residuals, degrees of freedom and error of each penalty, as `best_penalty` says."""
+    values, vectors = torch.linalg.eigh(torch.from_numpy(a))
+    v = values.clamp_min(0).numpy()[:, None]
+    r = ((vectors.T @ torch.from_numpy(np.ascontiguousarray(b.T))) ** 2).sum(dim=1).numpy()[:, None]
+    rss = n - 2 * (r / (v + penalties)).sum(axis=0) + (v * r / (v + penalties) ** 2).sum(axis=0)
+    df = (v / (v + penalties)).sum(axis=0)
+    left = np.maximum(1 - df / n, 0)
+    error = np.where(left > 0, rss / n / np.where(left > 0, left, 1) ** 2, np.inf)
+    return rss, df, error
 
 
 def nearest_mean(b: Float64, metric: Literal["cosine", "euclidean"]) -> Float64:

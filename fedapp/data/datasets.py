@@ -25,6 +25,7 @@ images uint8 (N, H, H) or (N, H, H, C), labels integers 0..C-1 (N,); optionally 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import inspect
@@ -208,6 +209,18 @@ def latest(name: str, data_dir: str | Path | None = None, settings: DataSettings
     """
     root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
     return _latest.get((name, root, settings.reading)) or load(name, data_dir, settings)
+
+
+def are_features(name: str, data_dir: str) -> bool:
+    """Return whether own data are features of a pretrained body, by the names of a file's arrays; no array is read."""
+    if name != "npz" or not data_dir:
+        return False
+    place = Path(data_dir).expanduser()
+    with contextlib.suppress(OSError, zipfile.BadZipFile, StopIteration):
+        file = place if place.is_file() else next(place.rglob("*.npz"))
+        with zipfile.ZipFile(file) as archive:
+            return "about.npy" in archive.namelist()
+    return False
 
 
 def source(place: Path) -> str:

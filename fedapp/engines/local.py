@@ -12,10 +12,11 @@ import numpy as np
 
 from fedapp import config as configuration
 from fedapp.config import RunConfig
-from fedapp.data import card
+from fedapp.data import card, datasets
 from fedapp.data.card import DataCard
 from fedapp.data.hub import HUB
 from fedapp.errors import BadRequest
+from fedapp.models import IDENTITY
 from fedapp.results.directory import absolute, check_out, new_folder, run_name
 from fedapp.results.runs import RunResult, read_run
 from fedapp.tasks import simulated as tasks
@@ -35,6 +36,10 @@ def read_values(values: Mapping[str, Any], check: Callable[[RunConfig], None]) -
 
 def effective(values: Mapping[str, Any]) -> RunConfig:
     """Make the effective configuration of a simulation: `auto` resolved, number of clients set, paths absolute."""
+    # The model decides hyperparameters, so it is known before they are.
+    named = {**configuration.DEFAULTS, **values}
+    features = named["model"] == "auto" and datasets.are_features(named["dataset"], str(named["data-dir"]))
+    values = {**values, "model": IDENTITY} if features else values
     config = read_values(values, configuration.check_simulation)
     paths = {
         "data_dir": config.data.data_dir,

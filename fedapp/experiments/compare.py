@@ -47,7 +47,7 @@ from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, counted, named_values, suggest_choice
 from fedapp.experiments import grid, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
-from fedapp.models import head_width, is_own
+from fedapp.models import IDENTITY, head_width, is_own
 from fedapp.results import answers
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer, removed_if_empty
 from fedapp.results.runs import AGAIN, Comparison, RunResult
@@ -261,11 +261,12 @@ def _check_widths(config: RunConfig) -> None:
     method, hparams = config.method_and_hparams()
     if len(set(config.model.names)) == 1:
         return
-    widths = {head_width(name) for name in config.model.names if not is_own(name)}
-    if any(map(is_own, config.model.names)):
+    by_data = {name for name in config.model.names if is_own(name) or name == IDENTITY}
+    widths = {head_width(name) for name in config.model.names if name not in by_data}
+    if by_data:
         data = tasks.federated(config, config.data.clients)
-        own = ((name, shape) for name, shape in tasks.architectures(config, data) if is_own(name))
-        widths |= {head_width(name, data.dataset.num_classes, shape, config.model) for name, shape in own}
+        found = ((name, shape) for name, shape in tasks.architectures(config, data) if name in by_data)
+        widths |= {head_width(name, data.dataset.num_classes, shape, config.model) for name, shape in found}
     if len(widths) > 1 and method.same_width and (method.shared_prefixes(hparams) or method.extra_up):
         raise BadRequest(
             f"the models of {config.model.model} have features of widths {sorted(widths)}, but heads or "

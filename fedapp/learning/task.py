@@ -64,7 +64,8 @@ class Task:
     metrics : names of the metrics that evaluations of all clients measure beside accuracy and loss.
     confusion : whether they measure confusion matrices too.
     privacy : what the run states of what leaves the client, or None.
-    extras : what else a node or a method needs, by name: `public` images (P, H, W, channels) uint8, `classes` (names).
+    extras : what else a node or a method needs, by name: `public` images (P, H, W, channels) uint8, `classes` (names),
+        `body` (SHA-256 of the pretrained body that the samples are features of).
     """
 
     client: int

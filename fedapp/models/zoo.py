@@ -30,6 +30,7 @@ resnet18-plain        512    ResNet-18 as torchvision has it (He et al., CVPR 20
 digits-a, -b, -c      64     made for the 8 x 8 digits
 cnn1d                 56     for series (C, T), such as the channels of a sensor: three convolutions over time
 mlp                   64     for table rows (F,), and for all numbers of any other sample
+identity              F      no trunk: the head is on all numbers of a sample, which are features already
 ====================  =====  ==================================================================================
 
 Parameters without the head (width x classes + classes), as (channels x size):
@@ -109,7 +110,7 @@ class ZooEntry:
     Parameters
     ----------
     width : int
-        Number of features at the end of the trunk.
+        Number of features at the end of the trunk; 0 = as many as a sample has numbers.
     trunk : callable
         (channels, size) -> named stages in forward order; size is the side of an image, the steps of a series, and
         for trunks of `any` kind 1, where channels are all numbers of a sample.
@@ -133,6 +134,10 @@ class ZooEntry:
     relu: bool = True
     kind: str = "image"
     square: bool = True
+
+    def features(self, shape: Shape) -> int:
+        """Return the number of features that the head takes of samples of this shape."""
+        return self.width or math.prod(shape)
 
     def fits(self, shape: Shape) -> bool:
         """Whether samples of this shape can be fed."""
@@ -252,6 +257,11 @@ def _digits_b(channels: int, size: int) -> Stages:
 def _mlp(numbers: int, _: int) -> Stages:
     """Multi-layer perceptron of all numbers of a sample: fc 128, fc 64."""
     return _named(nn.Flatten(), _fc(numbers, 128), nn.ReLU(), _fc(128, 64))
+
+
+def _identity(numbers: int, _: int) -> Stages:
+    """No trunk: the head is on all numbers of a sample, which are features already."""
+    return [("flatten", nn.Flatten())]
 
 
 def _cnn1d(channels: int, steps: int) -> Stages:
@@ -478,7 +488,10 @@ _ZOO: dict[str, ZooEntry] = {
     "digits-c": ZooEntry(64, _digits_c, 8, 8),
     "cnn1d": ZooEntry(56, _cnn1d, 16, kind="series"),
     "mlp": ZooEntry(64, _mlp, 1, kind="any"),
+    "identity": ZooEntry(0, _identity, 1, relu=False, kind="any"),
 }
+IDENTITY = "identity"
+"""The model of data that are features already: `auto` stands for it where `fedapp features` made the data."""
 
 MODEL_NAMES: tuple[str, ...] = tuple(_ZOO)
 """All names that `build_model` knows, in the order of the documentation."""
@@ -533,14 +546,15 @@ def _entry(name: str) -> ZooEntry:
 def head_width(name: str, num_classes: int = 0, shape: Shape = (), settings: ModelSettings = PLAIN) -> int:
     """Return the number of features that the head of a model takes; models of equal width can share a head.
 
-    Only an own model depends on more than its name; it is built once in a process to find out.
+    That of an own model depends on all arguments; it is built once in a process to find out. That of `identity` is the
+    number of features of a sample.
 
     Raises
     ------
     BadRequest
         If the name is unknown.
     """
-    return own.head_of(name, num_classes, shape, settings)[0] if own.is_own(name) else _entry(name).width
+    return own.head_of(name, num_classes, shape, settings)[0] if own.is_own(name) else _entry(name).features(shape)
 
 
 def check_model(name: str, shape: Shape) -> None:
@@ -608,7 +622,7 @@ def build_model(
 
     entry = _ZOO[name]
     with own.seeded(seed):
-        head = nn.Linear(entry.width, num_classes)
+        head = nn.Linear(entry.features(shape), num_classes)
         features = nn.Sequential(OrderedDict(entry.stages(shape)))
     activation = nn.ReLU() if entry.relu else nn.Identity()
     model = SplitModel(name=name, features=features, activation=activation, head=head)

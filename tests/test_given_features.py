@@ -1,0 +1,170 @@
+"""Runs on features that a pretrained body made: the model `identity`, what `auto` stands for, and every method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedapp import load, registry
+from fedapp.config import from_flat
+from fedapp.engines import local
+from fedapp.errors import BadRequest
+from fedapp.learning.state import read_safetensors
+from fedapp.results.runs import RunResult
+from fedapp.tasks.node import Node, node_task
+from tests.matrix import methods
+from tests.test_nodes import start
+
+W, B = "head.weight", "head.bias"
+Tiny = Callable[..., RunResult]
+
+
+def features(path: Path, body: str = "a", rows: int = 240, client: bool = True, seed: int = 0) -> Path:
+    """Write features (rows, 12) of four classes for six clients, as `fedapp features` does."""
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 4, rows)
+    x = np.random.default_rng(7).normal(size=(4, 12))[y] + rng.normal(size=(rows, 12))
+    owners = {"client": rng.permutation(rows) % 6} if client else {}
+    split = np.where(np.arange(rows) % 4 == 0, "test", "train")
+    about = np.array(json.dumps({"body": body * 64, "width": 12}))
+    np.savez(path, x=x.astype(np.float16), y=y, split=split, about=about, **owners)
+    return path
+
+
+def training(path: Path) -> tuple[Any, Any]:
+    """Return the training rows of a file, features float64 and labels."""
+    with np.load(path) as arrays:
+        train = arrays["split"] == "train"
+        return arrays["x"][train].astype(np.float64), arrays["y"][train]
+
+
+def effective(path: Path, **values: Any) -> dict[str, Any]:
+    return local.effective({"dataset": "npz", "data-dir": str(path), **values}).to_flat()
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "args", "normalise"),
+    [
+        ("fed3r", {}, "base=none scale=fit lam=gcv", "none"),
+        ("lda", {}, "base=none scale=fit", "none"),
+        ("ccvr", {}, "base=none", "none"),
+        ("fedavg", {}, "", "auto"),
+        ("fed3r", {"method-args": "lam=3 scale=none"}, "lam=3 scale=none base=none", "none"),
+        ("fed3r", {"method-args": "base=fedavg"}, "base=fedavg", "auto"),
+        ("fed3r", {"dp": "example"}, "base=none scale=none lam=0.01", "none"),
+        ("fed3r", {"model": "mlp"}, "", "auto"),
+        ("fed3r", {"model": "mlp", "method-args": "base=none"}, "base=none scale=fit lam=gcv", "auto"),
+        ("fed3r", {"model": "mlp", "method-args": "base=none", "dp": "example", "normalise": "none"},
+         "base=none scale=none lam=0.01", "none"),
+    ],
+)  # fmt: skip
+def test_auto_is_resolved_once_for_features(
+    method: str, given: dict[str, Any], args: str, normalise: str, tmp_path: Path
+) -> None:
+    found = effective(features(tmp_path / "f.npz"), method=method, **given)
+    assert found["model"] == given.get("model", "identity")
+    assert (found["method-args"], found["normalise"]) == (args, normalise)
+    assert from_flat(found).to_flat() == found, "resolved values hold"
+
+
+def test_without_features_nothing_is_written(tmp_path: Path) -> None:
+    for method in ("fed3r", "lda", "fedncm", "fedcof", "ccvr", "pccvr"):
+        assert from_flat({"method": method}).to_flat()["method-args"] == ""
+        hparams = registry.configured(method, "")[1].model_dump()
+        assert hparams["base"] == "fedavg" and "auto" not in hparams.values()
+    assert (
+        registry.configured("fed3r", "")[1].model_dump() | {"lam": 0.01, "scale": "trained"}
+        == registry.configured("fed3r", "lam=0.01 scale=trained base=fedavg")[1].model_dump()
+    )
+
+
+def test_the_head_is_the_ridge_regression_of_all_rows(tmp_path: Path, tiny: Tiny) -> None:
+    place = features(tmp_path / "f.npz")
+    with np.load(place) as arrays:
+        train = arrays["split"] == "train"
+        z, y = arrays["x"].astype(np.float64), arrays["y"]
+    run = tiny(dataset="npz", clients=0, data_dir=str(place), method="fed3r", rounds=1)
+    lam = run.summary["calibration"]["lam"]
+    h = np.column_stack([z, np.ones(len(z))])
+    wanted = np.linalg.solve(h[train].T @ h[train] + lam * np.eye(13), h[train].T @ np.eye(4)[y[train]]).T
+    stored, _ = read_safetensors(run.out / "models" / "last.safetensors")
+    assert sorted(stored) == [B, W]
+    rows = np.column_stack([stored[W], stored[B]]).astype(np.float64)
+    np.testing.assert_allclose(rows / run.summary["calibration"]["scale"], wanted, rtol=1e-5, atol=1e-7)
+    right = float(((h[~train] @ wanted.T).argmax(axis=1) == y[~train]).mean())
+    assert run.summary["accuracy"]["global"]["last"] == pytest.approx(right)
+    assert run.summary["calibration"]["extractor"] == "none: the head is on the data's features"
+    probabilities = load(run.out).predict(z[~train].astype(np.float32))
+    assert (probabilities.argmax(axis=1) == (h[~train] @ wanted.T).argmax(axis=1)).all()
+
+
+# ---- every method ----------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    **dict.fromkeys(("fedper", "fedrep", "pfedfda"), "no array under features., which the method shares"),
+    **dict.fromkeys(("fedbabu", "fedpac"), "trains the body by itself, and there is none to train"),
+}
+"""Methods that have nothing to do where there is no body."""
+REDUCED = {"moon": "fedavg", "lgfedavg": "fedavg", "fedproto": "local", "fedtgp": "local"}
+"""Methods that equal another one: their terms have no gradient in the head, or their parts are the whole."""
+
+
+@pytest.mark.parametrize("method", methods())
+def test_every_method_runs_on_features_or_is_another_or_is_refused(method: str, tmp_path: Path, tiny: Tiny) -> None:
+    common: dict[str, Any] = {"dataset": "npz", "clients": 0, "data_dir": str(features(tmp_path / "f.npz"))}
+    common |= {"public_data": "0.05"} if method == "ktpfl" else {}
+    if method in REFUSED:
+        with pytest.raises(BadRequest, match=REFUSED[method]) as refused:
+            tiny(method=method, **common)
+        assert "\n" not in str(refused.value)
+        return
+    run = tiny(method=method, **common)
+    assert run.summary["model"] == "identity"
+    assert np.isfinite(run.summary["accuracy"]["received"]["last"])
+    if method in REDUCED:
+        other = tiny(method=REDUCED[method], **common)
+        columns = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss"]
+        assert run.rounds[columns].equals(other.rounds[columns])
+
+
+# ---- bodies ----------------------------------------------------------------------------------------------------------
+
+
+def registered(path: Path, client: int, **values: Any) -> dict[str, Any]:
+    """What a node with a file of its own states when it registers."""
+    config = from_flat({"method": "fed3r", "dataset": "npz", "class-names": "0,1,2,3", **values})
+    method, hparams = config.method_and_hparams()
+    node = Node.parse({"client-id": client, "data-path": str(path)})
+    task = node_task(config, node, torch.device("cpu"))
+    return json.loads(str(method.client(task, method, hparams).register()[1]["common"]))
+
+
+def test_a_node_states_the_body_of_its_features(tmp_path: Path) -> None:
+    place = features(tmp_path / "f.npz", client=False)
+    assert registered(place, 0, model="identity") == {"body": "a" * 64}
+    with pytest.raises(BadRequest, match="the run's model is mlp: set model = identity"):
+        registered(place, 0)
+    with pytest.raises(BadRequest, match="hides what tells classes apart"):
+        from_flat({"method": "fedavg", "dataset": "npz", "model": "identity", "normalise": "client"})
+
+
+def test_features_of_two_bodies_are_never_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDAPP_STATE", str(tmp_path / "home"))
+    places = [features(tmp_path / f"{k}.npz", body, client=False, seed=k) for k, body in enumerate("aab")]
+    nodes = {70 + k: {"client-id": k, "data-path": str(place)} for k, place in enumerate(places)}
+    values = {"dataset": "npz", "model": "identity", "class-names": "0,1,2,3", "num-server-rounds": 1}
+    summary, grid, events = start(tmp_path, nodes, method="fed3r", **values)
+    told = " ".join(str(event) for event in events)
+    assert f"the body of client 2 ({'b' * 64}) differs from that of client 0 ({'a' * 64})" in told
+    assert "query.sums" not in grid.told[72] and "query.sums" in grid.told[70]
+    found, _ = read_safetensors(tmp_path / "run" / "models" / "last.safetensors")
+    z, y = (np.concatenate(parts) for parts in zip(*map(training, places[:2]), strict=True))
+    h, calibration = np.column_stack([z, np.ones(len(z))]), summary["calibration"]
+    wanted = np.linalg.solve(h.T @ h + calibration["lam"] * np.eye(13), h.T @ np.eye(4)[y]).T
+    np.testing.assert_allclose(found[W] / calibration["scale"], wanted[:, :-1], rtol=1e-5, atol=1e-6)
