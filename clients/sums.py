@@ -6,6 +6,7 @@
 | h = (z, 1)         | the features with a constant                                                   |
 | A_k = sum h h^T    | `sums/a`, packed (d + 1)(d + 2)/2                                              |
 | b_k = sum h e_y^T  | `sums/b`, (C, d + 1): of every class the sum of z, and n_kc                    |
+| sum |z|^2          | `sums/energy`, (1,): only where the head needs the features' mean square       |
 
 After the last round the client answers one query with these sums, in one pass and in float64, always for all C classes
 (zeros where it has none): the same shapes whatever it holds. With `scale=fit` the head is then sent back, and a second
@@ -43,6 +44,10 @@ class SumsHParams(PostHocHParams):
         "rows; none (papers: none; Fed3R+FT fits one); auto = none with dp, fit with base = none, else trained",
     )
 
+    def energy(self) -> bool:
+        """Return whether the head needs the features' mean square, of which each client sends `sum |z|^2`."""
+        return False
+
     def settled(self, given: bool = False, private: bool = False) -> Self:
         """Return them with the scale that `auto` stands for: a head that nothing trained has no scale of its own."""
         found = super().settled(given, private)
@@ -59,7 +64,7 @@ class SumsClient(PostHocClient):
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer `sums`, or `losses` with those of the head that was sent."""
         if kind == "sums":
-            found = FeatureSums(self.task.num_classes, self.model.width, self.squares)
+            found = FeatureSums(self.task.num_classes, self.model.width, self.squares, self.settings.energy())
             for z, label in self.described(kind):
                 found.update(z, label)
             return {SUMS + name: array for name, array in found.arrays().items()}, self.measure("received")

@@ -34,13 +34,14 @@ class Found:
     Attributes
     ----------
     a : A, (d + 1, d + 1); zeros where it was not asked for.   b : (C, d + 1).
-    parts : each client's b, only where the head needs them apart.
+    parts : each client's b, only where the head needs them apart.   energy : sum |z|^2, 0 where it was not asked for.
     """
 
     a: Float64
     b: Float64
     parts: list[Float64] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
+    energy: float = 0.0
 
 
 class HeadFromSums(PostHoc):
@@ -73,7 +74,8 @@ class HeadFromSums(PostHoc):
         reduced = query("sums", Payload(common=w))
         total, d = reduced.totals("sums"), self.context.width + 1
         parts = [part["b"] for part in total.parts] if self.apart else []
-        return Found(total.sums.get("a", np.zeros((d, d))), total.sums["b"], parts, reduced.clients)
+        energy = float(total.sums.get("energy", np.zeros(1))[0])
+        return Found(total.sums.get("a", np.zeros((d, d))), total.sums["b"], parts, reduced.clients, energy)
 
     def scale(self, w: Arrays, rows: Float64, seen: npt.NDArray[np.bool_], query: Query) -> float:
         """Return the factor for all logits: 1, as large as the trained head's, or what fits the clients' rows best."""
@@ -87,16 +89,17 @@ class HeadFromSums(PostHoc):
         return sums.best_scale(losses.sums["loss"])
 
 
-def class_sums(squares: bool, apart: bool) -> Total:
-    """Return the sum of b_k and, with `squares`, of A_k."""
+def class_sums(squares: bool, apart: bool, energy: bool) -> Total:
+    """Return the sum of b_k and, with `squares`, of A_k; with `energy` of sum |z|^2."""
 
     def arrays(context: ServerContext) -> Arrays:
         d = context.width + 1
         packed = {"a": np.zeros(d * (d + 1) // 2)} if squares else {}
+        packed |= {"energy": np.zeros(1)} if energy else {}
         return {"b": np.zeros((context.num_classes, d)), **packed}
 
     def check(context: ServerContext, arrays: Arrays, lost: float) -> str | None:
-        return sums.problem_of(arrays, context.num_classes, context.width, squares, lost)
+        return sums.problem_of(arrays, context.num_classes, context.width, squares, lost, energy)
 
     def read(context: ServerContext, arrays: Arrays) -> Arrays:
         return {n: sums.second_moments(a, context.width) if n == "a" else a for n, a in arrays.items()}
@@ -153,8 +156,8 @@ def head_method(
         deploy_as="received",
         travels=travels,
         queries=HeadFromSums.queries,
-        reduces={
-            "query.sums": {"sums": class_sums(client.squares, strategy.apart)},
+        reduces=lambda hparams: {
+            "query.sums": {"sums": class_sums(client.squares, strategy.apart, hparams.energy())},
             "query.losses": {"losses": LOSSES},
         },
         resolve=resolve,

@@ -63,7 +63,8 @@ class Fed3R(HeadFromSums):
     def rows(self, found: Found) -> tuple[Float64, dict[str, Any]]:
         """Return W* (step 3), normalised if that is asked for, and the penalty that was found."""
         s = self.settings
-        lam, entries = s.lam, {}
+        lam: Any = s.lam  # `auto` is settled
+        entries = {}
         if lam == "gcv":
             lam, inside = sums.best_penalty(found.a, found.b, bias=s.bias)
             entries = {"lam": lam}

@@ -19,7 +19,7 @@ Federated Learning with Pre-Trained Models, NeurIPS 2025.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field
@@ -36,9 +36,21 @@ FEW = 10
 class FedCOFHParams(SumsHParams):
     """Hyperparameters of FedCOF; those of the base method are given as `base.NAME=value`."""
 
-    gamma: float = Field(
-        1.0, gt=0, description="shrinkage added to each class's covariance (code: 1, MobileNetV2: 0.1)"
+    gamma: Annotated[float, Field(gt=0)] | Literal["auto", "mean-square"] = Field(
+        "auto",
+        description="shrinkage added to each class's covariance (code: 1, MobileNetV2: 0.1); mean-square = the "
+        "features' own, of which each client sends one more number; auto = mean-square with base = none, else 1",
     )
+
+    def energy(self) -> bool:
+        """Return whether the features' mean square is needed."""
+        return self.gamma == "mean-square"
+
+    def settled(self, given: bool = False, private: bool = False) -> Self:
+        """Return them with the gamma that `auto` stands for: 1 would hide features of norm 1."""
+        found = super().settled(given, private)
+        gamma = "mean-square" if found.base == "none" else 1.0
+        return found.model_copy(update={"gamma": gamma}) if self.gamma == "auto" else found
 
 
 class FedCOF(HeadFromSums):
@@ -57,7 +69,11 @@ class FedCOF(HeadFromSums):
                 f"{mean:.1f} clients own a class on average: covariances of {width} features estimated from so few "
                 "means have a low rank"
             )
-        return sums.cof(found.parts, self.settings.gamma), entries
+        gamma: Any = self.settings.gamma  # `auto` is settled
+        if gamma == "mean-square":
+            gamma = found.energy / (found.b[:, -1].sum() * width)
+            entries["gamma"] = gamma
+        return sums.cof(found.parts, gamma), entries
 
 
 METHOD = head_method(

@@ -49,7 +49,7 @@ def answer(strategy: HeadFromSums, z: Any, y: Any) -> Arrays:
     c, d = strategy.context.num_classes, strategy.context.width
     labels = torch.tensor(y, dtype=torch.int64)
     keep = torch.bincount(labels, minlength=c)[labels] >= strategy.settings.min_count
-    found = FeatureSums(c, d, strategy.method.client.squares)
+    found = FeatureSums(c, d, strategy.method.client.squares, strategy.settings.energy())
     found.update(torch.tensor(z, dtype=torch.float64)[keep], labels[keep])
     return {f"sums/{n}": a for n, a in found.arrays().items()}
 

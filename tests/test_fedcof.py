@@ -80,3 +80,18 @@ def test_a_federation_says_that_few_clients_own_a_class(tiny: Callable[..., RunR
     said = found.summary["calibration"]
     assert said["after"] == found.summary["accuracy"]["global"]["last"] and "low rank" in said["note"]
     assert found.summary["bytes_up_query.sums"] == 8 * 650
+
+
+def test_the_mean_square_as_gamma_makes_the_head_independent_of_the_scale_of_the_features() -> None:
+    data = random_data(4)
+    square = float(np.mean(together(data)[0] ** 2))
+    head, found = repaired("fedcof", "base=none", data, context(4, 5))
+    np.testing.assert_allclose(found["gamma"], square, rtol=1e-12)
+    fixed, _ = repaired("fedcof", f"gamma={square!r}", data, context(4, 5))
+    np.testing.assert_allclose(head[W], fixed[W], rtol=1e-6)
+    small, _ = repaired("fedcof", "base=none", [(z / 50, y) for z, y in data], context(4, 5))
+    np.testing.assert_allclose(head[W], small[W], rtol=1e-5, atol=1e-6)
+    strategy, _ = server("fedcof", "base=none", context(4, 5))
+    arrays = answer(strategy, *data[0])
+    forged = {name.removeprefix("sums/"): array for name, array in arrays.items()} | {"energy": np.zeros(1)}
+    assert "less than features with these sums have" in str(sums.problem_of(forged, 4, 5, False, energy=True))

@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from fedapp import load, registry
+from fedapp.cli import app
 from fedapp.config import from_flat
-from fedapp.engines import local
+from fedapp.engines import local, runner
 from fedapp.errors import BadRequest
+from fedapp.experiments.api import compare
 from fedapp.learning.state import read_safetensors
+from fedapp.results import report
 from fedapp.results.runs import RunResult
 from fedapp.tasks.node import Node, node_task
 from tests.matrix import methods
@@ -104,6 +108,52 @@ def test_the_head_is_the_ridge_regression_of_all_rows(tmp_path: Path, tiny: Tiny
     assert (probabilities.argmax(axis=1) == (h[~train] @ wanted.T).argmax(axis=1)).all()
 
 
+def test_nothing_is_trained_so_there_is_no_round(
+    tmp_path: Path, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = features(tmp_path / "f.npz")
+    run = tiny(dataset="npz", clients=0, data_dir=str(place), method="lda", rounds=3)
+    assert not len(run.rounds) and not (run.out / "rounds.csv").exists()
+    summary = run.summary
+    assert summary["rounds"] == 0 and len(run.final) == 6
+    for score in ("global", "received"):
+        assert 0.5 < summary["accuracy"][score]["last"] <= 1 and 0.5 < summary["accuracy"][score]["balanced"] <= 1
+    assert summary["headline"]["point"] == "after one exchange, before local training"
+    runner.print_summary(summary)
+    shown = capsys.readouterr().out
+    assert "lda on npz, 6 clients, one exchange" in shown and "per client and round" not in shown
+    assert f"bytes per client for the query of sums: {8 * (4 * 13 + 13 * 14 // 2):,} up" in shown
+    assert report.write(run.out).is_file()
+    assert from_flat({"method": "lda", "method-args": "base=none"}).federation.num_server_rounds == 0
+    with pytest.raises(BadRequest, match="fedavg trains in rounds, so give at least 1"):
+        from_flat({"method": "fedavg", "num-server-rounds": 0})
+    words = [
+        "run",
+        "--method",
+        "lda",
+        "--dataset",
+        "npz",
+        "--set",
+        f"data-dir={place}",
+        "--engine",
+        "local",
+        "--dry-run",
+    ]
+    for more, said in (([], 0), (["--rounds", "3"], 1)):
+        done = CliRunner().invoke(app, [*words, *more])
+        assert done.exit_code == 0 and "num-server-rounds = 0" in done.output
+        assert done.output.count("lda trains nothing here (base = none), so there are no rounds") == said
+
+
+@pytest.mark.full
+def test_a_comparison_takes_a_method_without_rounds(tmp_path: Path, in_turn: list[str]) -> None:
+    place = features(tmp_path / "f.npz")
+    found = compare(
+        ["local", "fed3r"], seeds=1, rounds=1, dataset="npz", data_dir=str(place), out=tmp_path / "c", seed=0
+    )
+    assert [len(run.rounds) for run in found.runs] == [1, 0]
+
+
 # ---- every method ----------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -162,7 +212,8 @@ def test_features_of_two_bodies_are_never_added(tmp_path: Path, monkeypatch: pyt
     summary, grid, events = start(tmp_path, nodes, method="fed3r", **values)
     told = " ".join(str(event) for event in events)
     assert f"the body of client 2 ({'b' * 64}) differs from that of client 0 ({'a' * 64})" in told
-    assert "query.sums" not in grid.told[72] and "query.sums" in grid.told[70]
+    assert grid.told[70] == ["query.register", "query.sums", "query.losses", "evaluate"]
+    assert grid.told[72] == ["query.register"]
     found, _ = read_safetensors(tmp_path / "run" / "models" / "last.safetensors")
     z, y = (np.concatenate(parts) for parts in zip(*map(training, places[:2]), strict=True))
     h, calibration = np.column_stack([z, np.ones(len(z))]), summary["calibration"]

@@ -51,7 +51,7 @@ def test_the_summary_has_the_bytes_of_queries(tiny: Any, capsys: pytest.CaptureF
     runner.print_summary(summary)
     shown = " ".join(capsys.readouterr().out.split())
     sent = summary["bytes_up_query.sums"]
-    assert sent > 0 and f"after the last round, for the query of sums: {sent:,.0f} up" in shown
+    assert sent > 0 and f"bytes per client for the query of sums: {sent:,.0f} up" in shown
 
 
 # ---- runs under Ray, without Ray -------------------------------------------------------------------------------------

@@ -266,7 +266,8 @@ def _resolved(config: RunConfig) -> RunConfig:
 def _with_features(config: RunConfig) -> RunConfig:
     """Replace `auto` where the model `identity` or `dp` decides it: of hyperparameters, and of `normalise`.
 
-    Mean and variance of all rows are for gradients; heads from statistics and runs with noise need none.
+    Mean and variance of all rows are for gradients; heads from statistics and runs with noise need none. A round in
+    which nothing is trained is left out.
     """
     settings = config.federation
     method = registry.get(settings.method)
@@ -277,10 +278,12 @@ def _with_features(config: RunConfig) -> RunConfig:
     if all(value == getattr(method.hparams().settled(), name) for name, value in new.items()):
         new = {}  # what they stand for in most runs
     args = [settings.method_args, *(f"{name}={value}" for name, value in new.items())]
-    plain = given and (private or getattr(found, "base", "") == "none")
+    trains = getattr(found, "base", "") != "none"
+    plain = given and (private or not trains)
     return config.replaced(
         method_args=" ".join(filter(None, args)),
         normalise=unless_auto(config.data.normalise, "none" if plain else "auto"),
+        num_server_rounds=settings.num_server_rounds if trains else 0,
     )
 
 

@@ -71,6 +71,10 @@ def check(config: RunConfig) -> None:
     least, clients = unless_auto(config.federation.min_clients, 0), config.data.clients
     refuse([
         (
+            not rounds and getattr(hparams, "base", "") != "none",
+            f"num-server-rounds = 0: {config.federation.method} trains in rounds, so give at least 1",
+        ),
+        (
             chooses and not config.data.validation,
             "select = 'validation' needs validation images: hold some out with --set validation=0.1",
         ),

@@ -202,7 +202,7 @@ class RunConfig(BaseModel):
         """The learning rates of rounds 1, 2, ...; empty = `lr` in all."""
         training = self.training
         rounds = self.federation.num_server_rounds
-        return round_rates(training.lr, training.lr_schedule, training.warmup_rounds, rounds)
+        return round_rates(training.lr, training.lr_schedule, training.warmup_rounds, rounds) if rounds else ()
 
 
 def _range(ids: Sequence[int]) -> str:

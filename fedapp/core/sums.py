@@ -50,10 +50,12 @@ class FeatureSums:
     Parameters
     ----------
     num_classes, width : C and d.   squares : whether ``A`` is wanted too.
+    energy : whether ``sum |z|^2`` is wanted.
     """
 
-    def __init__(self, num_classes: int, width: int, squares: bool = True) -> None:
+    def __init__(self, num_classes: int, width: int, squares: bool = True, energy: bool = False) -> None:
         self.b = np.zeros((num_classes, width + 1))
+        self.energy = np.zeros(1) if energy else None
         # Column-major, and only the upper triangle is valid: what dsyrk writes.
         self._a = np.zeros((width + 1, width + 1), order="F") if squares else None
 
@@ -62,6 +64,8 @@ class FeatureSums:
         y = labels.cpu().numpy()
         h = np.ones((len(y), self.b.shape[1]))
         h[:, :-1] = features.detach().cpu().numpy()
+        if self.energy is not None:
+            self.energy += (h[:, :-1] ** 2).sum()
         for c in np.unique(y):
             rows = h[y == c]
             # A product with ones: of BLAS, it has the same bits with any number of threads, as dsyrk has.
@@ -75,8 +79,9 @@ class FeatureSums:
         return self._a[:-1, :-1]
 
     def arrays(self) -> dict[str, Array]:
-        """Return what a client sends: ``b`` (C, d + 1) and, where it is wanted, ``a``, the packed upper triangle."""
-        return {"b": self.b} if self._a is None else {"a": pack(self._a), "b": self.b}
+        """Return what a client sends: ``b`` (C, d + 1); if wanted ``a``, the upper triangle, and ``energy`` (1,)."""
+        energy = {} if self.energy is None else {"energy": self.energy}
+        return {"b": self.b, **energy} if self._a is None else {"a": pack(self._a), "b": self.b, **energy}
 
 
 def second_moments(packed: Array, width: int) -> Float64:
@@ -104,17 +109,18 @@ def capped_sums(
 
 
 def problem_of(
-    arrays: Mapping[str, Array], num_classes: int, width: int, squares: bool, lost: float = 0.0
+    arrays: Mapping[str, Array], num_classes: int, width: int, squares: bool, lost: float = 0.0, energy: bool = False
 ) -> str | None:
     """Say why arrays that came from elsewhere cannot be sums of features, or return None.
 
     Parameters
     ----------
-    arrays : as from `FeatureSums.arrays`.   squares : whether ``a`` was asked for.
+    arrays : as from `FeatureSums.arrays`.   squares, energy : whether ``a`` and ``energy`` were asked for.
     lost : how far each number may have been rounded; counts are exact all the same.
     """
     d = width + 1
-    shapes = {"b": (num_classes, d), **({"a": (d * (d + 1) // 2,)} if squares else {})}
+    shapes: dict[str, tuple[int, ...]] = {"b": (num_classes, d), **({"a": (d * (d + 1) // 2,)} if squares else {})}
+    shapes |= {"energy": (1,)} if energy else {}
     if set(arrays) != set(shapes):
         return Impossible(f"sums consist of {sorted(shapes)}, got {sorted(arrays)}")
     for name, shape in shapes.items():
@@ -129,6 +135,9 @@ def problem_of(
         return Impossible("the last column of 'b' must hold numbers of samples")
     if sums[counts == 0].any():
         return Impossible("a class without samples has a sum of features")
+    least = ((sums[counts > 0] ** 2).sum(axis=1) / counts[counts > 0]).sum()
+    if energy and arrays["energy"][0] < least * (1 - TOLERANCE):
+        return f"'energy' is {arrays['energy'][0]:g}, less than features with these sums have ({least:g})"
     return _problem_of_squares(second_moments(arrays["a"], width), b, lost) if squares else None
 
 

@@ -98,6 +98,7 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     to = connection(superlink)
     resume = bool(values.get("resume", False))
     config = local.read_values(values, configuration.check_node)
+    local.say_ignored(values, config)
     if dry_run:
         runner.print_config(config)
         with contextlib.suppress(BadRequest):  # the nodes' data need not be here

@@ -19,6 +19,7 @@ from fedapp.errors import BadRequest
 from fedapp.models import IDENTITY
 from fedapp.results.directory import absolute, check_out, new_folder, run_name
 from fedapp.results.runs import RunResult, read_run
+from fedapp.results.terminal import echo
 from fedapp.tasks import simulated as tasks
 from fedapp.tracking import following
 
@@ -32,6 +33,12 @@ def read_values(values: Mapping[str, Any], check: Callable[[RunConfig], None]) -
     check(config)
     following.check(config.storage.track)
     return config
+
+
+def say_ignored(values: Mapping[str, Any], config: RunConfig) -> None:
+    """Say that a number of rounds has no effect where nothing is trained."""
+    if values.get("num-server-rounds") and not config.federation.num_server_rounds:
+        echo(f"{config.federation.method} trains nothing here (base = none), so there are no rounds", err=True)
 
 
 def effective(values: Mapping[str, Any]) -> RunConfig:

@@ -114,6 +114,7 @@ def run_and_report(
     """Run one configuration as a simulation and print its results; return the exit code."""
     chosen: ClientResources | None = None
     config = engines.effective(values)
+    engines.say_ignored(values, config)
     if engine == "ray":  # wrong numbers are refused before any data is loaded, and PyTorch to count GPUs
         chosen = resources.choose_resources(config.data.clients, client_cpus, client_gpus or 0.0)
     elif client_cpus is not None or client_gpus is not None:
@@ -270,7 +271,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     """Print a run's final table."""
     Screen(highlight=False).print(
         f"{summary['method']} on {summary['dataset']}, {counted(summary['clients'], 'client')}, "
-        f"{counted(summary['rounds'], 'round')}"
+        f"{counted(summary['rounds'], 'round') if summary['rounds'] else 'one exchange'}"
     )
     table = Table()
     columns = {"all clients %": "last", "std over clients": "last_std", "balanced %": "balanced"}
@@ -287,14 +288,16 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         text = f"headline: {headline['score']} {percent(headline['value'])} %, mean over {_many(headline)}"
         Screen(highlight=False).print_line(f"{text}, {headline['point']}")
     sizes = summary["test_sizes"]
-    text = (
-        f"test images per client: {sizes['min']} to {sizes['max']}, mean {sizes['mean']:.1f}; bytes per client and "
-        f"round: {summary['bytes_up']:,.0f} up, {summary['bytes_down']:,.0f} down; dropped: {summary['dropped']}"
-    )
+    text = f"test images per client: {sizes['min']} to {sizes['max']}, mean {sizes['mean']:.1f}; "
+    if summary["rounds"]:
+        up, down = (f"{summary[f'bytes_{way}']:,.0f} {way}" for way in ("up", "down"))
+        text += f"bytes per client and round: {up}, {down}; "
+    text += f"dropped: {summary['dropped']}"
     for key, value in summary.items():
         if key.startswith("bytes_up_query."):
             kind = key.removeprefix("bytes_up_query.")
-            text += f"\nbytes per client after the last round, for the query of {kind}: {value:,.0f} up"
+            when = "after the last round, " if summary["rounds"] else ""
+            text += f"\nbytes per client {when}for the query of {kind}: {value:,.0f} up"
     if summary.get("left_out"):
         text += "".join(f"\nleft out: {reason}" for reason in summary["left_out"])
     if summary.get("calibration"):

@@ -263,14 +263,15 @@ def verify(jobs: Sequence[Job]) -> Shared:
         groups.setdefault((job.setting, job.seed), {})[job.variant.label] = job.result
     for (setting, seed), members in groups.items():
         where = f"{setting} seed {seed}".strip()
-        tables = [run.rounds for run in members.values()]
-        common = set.intersection(*({int(r) for r in t.loc[t["dropped"] == 0, "round"]} for t in tables))
+        trained = {label: run for label, run in members.items() if len(run.rounds)}  # without rounds all are asked once
+        whole = (t.loc[t["dropped"] == 0, "round"] for t in (run.rounds for run in trained.values()))
+        common = set.intersection(*(set(map(int, rounds)) for rounds in whole)) if trained else set()
         known = {label: identity.data_hash(run.versions) for label, run in members.items()}
         unknown |= dict.fromkeys(label for label, value in known.items() if not value)
         for what, hashes in (
             ("data", {label: value for label, value in known.items() if value}),
             ("partitions", {label: str(run.card["hash"]) for label, run in members.items()}),
-            ("sampled clients", {label: participants(run.clients, common) for label, run in members.items()}),
+            ("sampled clients", {label: participants(run.clients, common) for label, run in trained.items()}),
         ):
             if len(set(hashes.values())) > 1:
                 named = ", ".join(f"{label} {value[:12]}" for label, value in hashes.items())

@@ -112,6 +112,7 @@ def headline(
         return None
     final = run.directory.table("final.csv")
     moment = "the last round" if chosen is None else f"round {chosen}, chosen on validation images"
+    moment = moment if chosen or last else "one exchange"
     point = {
         "tuned": f"after {moment} and fine-tuning on the client",
         "trained": f"after {moment} and one more local training" if run.config.evaluation.final_training else

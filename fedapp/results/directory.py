@@ -402,9 +402,10 @@ def accuracy_summary(
         newest = np.asarray(rounds[column])[-1] if column in rounds and known else math.nan
         part = known and np.asarray(rounds["clients"])[-1] < clients
         if p == "global":
-            if column not in rounds or not len(measured(rounds[column])):
+            found = measured([*rounds.get(column, ()), final.get(column, math.nan)])
+            if not len(found):
                 continue
-            best = max(measured([*rounds[column], final.get(column)]))
+            best = max(found)
             out[p] = {"last": final.get(column, newest), "best": best, "last_std": math.nan}
             out[p]["balanced"] = final.get(f"{p}_balanced", math.nan)
         else:

@@ -14,7 +14,7 @@ class FederationSettings(Group):
 
     method: str = Field("fedclassavg", description="id of the method; see fedapp methods")
     method_args: str = Field("", description='hyperparameters of the method, "name=value name=value"')
-    num_server_rounds: int = Field(20, ge=1, description="total number of rounds")
+    num_server_rounds: int = Field(20, ge=0, description="total number of rounds; 0 where nothing is trained")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of clients per round")
     server_threads: int = Field(1, ge=1, le=1024, description="threads of the server's mathematics")
     min_replies: Annotated[float, Field(gt=0, le=1), OrAuto] = Field(

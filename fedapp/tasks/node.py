@@ -417,8 +417,8 @@ def _read(place: Path, classes: tuple[str, ...] | None, settings: DataSettings) 
     # The features of all nodes stay on one scale.
     how = "none" if data.about and settings.normalise == "auto" else settings.normalise
     inputs = simulated.fitted(inputs, taken["train"][0], how)
-    rows = {part: (x, table[y]) for part, (x, y) in taken.items()}
-    return OwnData(rows, classes or data.classes, inputs, str(data.about.get(BODY, "")))
+    labelled = {part: (x, table[y]) for part, (x, y) in taken.items()}
+    return OwnData(labelled, classes or data.classes, inputs, str(data.about.get(BODY, "")))
 
 
 def node_task(config: RunConfig, node: Node, device: torch.device, images: int = partitions.UNION) -> Task:
