@@ -46,18 +46,9 @@ class FedBABUHParams(BaseHParams):
 class FedBABUClient(FedClient):
     """Trains the body under a head that stays as it is."""
 
-<<<<<<< HEAD
-=======
-    def check_training(self) -> None:
-        """Refuse a body of which nothing is trained."""
-        super().check_training()
-        self.require_body()
-
->>>>>>> 3ce7125 (Features of a pretrained body have a model of their own, identity, and defaults that fit it)
     def phases(self) -> Sequence[Phase]:
         """Train the body, of which `freeze` must leave something."""
-        if not any(p.requires_grad for p in self.model.features.parameters()):
-            raise BadRequest("fedbabu trains the body alone, and freeze leaves nothing of it: freeze fewer layers")
+        self.require_body()
         return [Phase(self.step_loss, self.training, BODY)]
 
     def tuning(self) -> Sequence[Phase]:

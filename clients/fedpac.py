@@ -72,11 +72,6 @@ class FedPACClient(FedClient):
     pulled: bool
     before: Arrays
 
-    def check_training(self) -> None:
-        """Refuse a body of which nothing is trained."""
-        super().check_training()
-        self.require_body()
-
     def receive(self, payload: Payload) -> None:
         """Take the model, and set the global class means aside."""
         rest, found = names.split(payload, PAC)
@@ -99,6 +94,7 @@ class FedPACClient(FedClient):
 
     def phases(self) -> Sequence[Phase]:
         """Return both phases; a newcomer trains its head alone, as in FedRep."""
+        self.require_body()
         spec, rate = self.training, self.hparams.head_rate
         head, faster = spec.replaced(local_epochs=self.hparams.head_epochs, lr=rate * spec.lr), rate * self.rate
         if self.newcomer:
