@@ -47,7 +47,6 @@ import numpy as np
 from clients._flower import PositionalClient
 from fedapp import process, sampling
 from fedapp.core import names
-from fedapp.data.columns import BODY
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning import dp_sgd
@@ -700,7 +699,7 @@ class FedClient(PositionalClient):
         """Return checksums of what is not sent and is the same everywhere: frozen layers, a body of given features."""
         stored = self.task.settings.weights
         found: dict[str, Scalar] = {"weights": weights.checksum(stored)} if stored and self.task.settings.freeze else {}
-        return found | ({BODY: self.task.extras[BODY]} if BODY in self.task.extras else {})
+        return found | ({"body": self.task.extras["body"]} if "body" in self.task.extras else {})
 
 
 @functools.lru_cache(maxsize=16)
