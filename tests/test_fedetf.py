@@ -151,4 +151,4 @@ def made_of_state(result: RunResult) -> bool:
 
     found = checkpoint.latest(result.out / "checkpoint")
     assert found is not None
-    return any(binds for _, binds in found[2]["states"].values())
+    return bool(found[2]["Cohort"]["binds"].any())

@@ -557,7 +557,7 @@ def test_a_silent_node_does_not_hold_up_every_round(tmp_path: Path, monkeypatch:
     assert first == "no answer within 200 s" and third == skipped
     assert second.startswith("no answer within 6") and fourth.startswith("no answer within 6"), "a minute, and a look"
     assert sum(e["kind"] == "dropped" and e["stage"] == "train" for e in events) == 4
-    assert checkpoint.load(tmp_path / "run" / "checkpoint", 5)[2]["silent"]["train"] == {"1": 4}
+    assert checkpoint.load(tmp_path / "run" / "checkpoint", 5)[2]["Cohort"]["silent"]["train"] == {1: 4}
     resumed_run, grid, _ = start(tmp_path, THREE, script, **values, **{"num-server-rounds": 7, "resume": True})
     assert resumed_run["ok"] and grid.told[12].count("train") == 1, "round 6 has no message for it, and round 7 has"
 
