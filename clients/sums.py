@@ -6,7 +6,7 @@
 | h = (z, 1)         | the features with a constant                                                   |
 | A_k = sum h h^T    | `sums/a`, packed (d + 1)(d + 2)/2                                              |
 | b_k = sum h e_y^T  | `sums/b`, (C, d + 1): of every class the sum of z, and n_kc                    |
-| sum |z|^2          | `sums/energy`, (1,): only where the head needs the features' mean square       |
+| sum |z|^2 / d      | `sums/energy`, (1,): where the head needs the features' mean square            |
 
 After the last round the client answers one query with these sums, in one pass and in float64, always for all C classes
 (zeros where it has none): the same shapes whatever it holds. With `scale=fit` the head is then sent back, and a second
@@ -45,7 +45,7 @@ class SumsHParams(PostHocHParams):
     )
 
     def energy(self) -> bool:
-        """Return whether the head needs the features' mean square, of which each client sends `sum |z|^2`."""
+        """Return whether the head needs the features' mean square, of which each client sends `sum |z|^2 / d`."""
         return False
 
     def settled(self, given: bool = False, private: bool = False) -> Self:

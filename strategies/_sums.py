@@ -34,7 +34,7 @@ class Found:
     Attributes
     ----------
     a : A, (d + 1, d + 1); zeros where it was not asked for.   b : (C, d + 1).
-    parts : each client's b, only where the head needs them apart.   energy : sum |z|^2, 0 where it was not asked for.
+    parts : each client's b, only where the head needs them apart.   energy : sum |z|^2 / d, 0 if not asked for.
     """
 
     a: Float64
@@ -90,7 +90,7 @@ class HeadFromSums(PostHoc):
 
 
 def class_sums(squares: bool, apart: bool, energy: bool) -> Total:
-    """Return the sum of b_k and, with `squares`, of A_k; with `energy` of sum |z|^2."""
+    """Return the sum of b_k and, with `squares`, of A_k; with `energy` of sum |z|^2 / d."""
 
     def arrays(context: ServerContext) -> Arrays:
         d = context.width + 1

@@ -71,7 +71,7 @@ class FedCOF(HeadFromSums):
             )
         gamma: Any = self.settings.gamma  # `auto` is settled
         if gamma == "mean-square":
-            gamma = found.energy / (found.b[:, -1].sum() * width)
+            gamma = found.energy / found.b[:, -1].sum()
             entries["gamma"] = gamma
         return sums.cof(found.parts, gamma), entries
 

@@ -50,7 +50,7 @@ class FeatureSums:
     Parameters
     ----------
     num_classes, width : C and d.   squares : whether ``A`` is wanted too.
-    energy : whether ``sum |z|^2`` is wanted.
+    energy : whether ``sum |z|^2 / d`` is wanted, which is no larger than the entries of A are.
     """
 
     def __init__(self, num_classes: int, width: int, squares: bool = True, energy: bool = False) -> None:
@@ -65,7 +65,7 @@ class FeatureSums:
         h = np.ones((len(y), self.b.shape[1]))
         h[:, :-1] = features.detach().cpu().numpy()
         if self.energy is not None:
-            self.energy += (h[:, :-1] ** 2).sum()
+            self.energy += (h[:, :-1] ** 2).sum() / (h.shape[1] - 1)
         for c in np.unique(y):
             rows = h[y == c]
             # A product with ones: of BLAS, it has the same bits with any number of threads, as dsyrk has.
@@ -135,7 +135,7 @@ def problem_of(
         return Impossible("the last column of 'b' must hold numbers of samples")
     if sums[counts == 0].any():
         return Impossible("a class without samples has a sum of features")
-    least = ((sums[counts > 0] ** 2).sum(axis=1) / counts[counts > 0]).sum()
+    least = ((sums[counts > 0] ** 2).sum(axis=1) / counts[counts > 0]).sum() / width
     if energy and arrays["energy"][0] < least * (1 - TOLERANCE):
         return f"'energy' is {arrays['energy'][0]:g}, less than features with these sums have ({least:g})"
     return _problem_of_squares(second_moments(arrays["a"], width), b, lost) if squares else None
