@@ -257,7 +257,7 @@ class FedClient(PositionalClient):
         """Raise `BadRequest` if nothing of the body is trained; for methods that train it in a phase of its own."""
         if not any(p.requires_grad for p in self.model.features.parameters()):
             raise BadRequest(
-                f"{self.method.id} trains the body by itself, and there is none to train: take another model than "
+                f"{self.method.id} trains the body by itself, and here no body is trained: take another model than "
                 "identity, or freeze fewer layers, or choose a method that trains the head too, such as fedavg"
             )
 

@@ -70,8 +70,8 @@ def needs_table() -> str:
         further = [
             "a second model, `small`" if "small" in m.hparams.model_fields else "",
             f"public rows (by default {m.public_share:.0%} of the training rows)" if m.public_share else "",
-            f"{m.client.views} augmented views of each batch (`augment`)" if m.client.views > 1 else "",
-            "another method, `base`" if m.resolve else "",
+            "2 augmented views of each batch (`augment`)" if m.defaults.augment != "none" else "",
+            "another method, `base`" if "base" in m.hparams.model_fields else "",
         ]
         cells = [
             f"`{m.id}`",

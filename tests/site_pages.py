@@ -130,7 +130,7 @@ def families() -> dict[str, list[Method]]:
     for m in registry.discover().values():
         kinds = {
             "Different architectures": m.heterogeneous,
-            "A head computed after training": m.resolve is not None,
+            "A head computed after training": "base" in m.hparams.model_fields,
             "One global model": m.global_model and m.deploy_as == "received",
             "A model for each client": True,
         }

@@ -176,9 +176,8 @@ def test_counts_of_fedgh_on_gaussians_are_capped_before_pooling() -> None:
 
     def counts(cap: float, last: Reply) -> list[dict[int, int]]:
         made = test_fedghg.strategy(guard(count_cap=cap), weights="count", source="pooled")
-        answers = [*honest[:2], last]
-        lars = [test_fedghg.LARS(r) for r in answers]
-        return [{c: g.n for c, g in of.items()} for of in made.screened(answers, lars)]
+        rows = made.reader.reduce("train", [*honest[:2], last], {}).rows("lar")
+        return [dict(zip(of.labels.tolist(), of.reply.arrays["counts"].tolist(), strict=True)) for of in rows]
 
     assert counts(0, lie)[2] == {1: 10**6}
     assert counts(2, lie) == [*counts(0, lie)[:2], {1: 10}], "the median is 5"
