@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 from fedapp import registry
 from fedapp.cli.listing import notes
+from fedapp.method import Method
 from fedapp.results.statistics import DASH
 from fedapp.tasks.node import Node
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 OWN_MODELS = ROOT / "docs" / "own-models.md"
-QUOTING = (OWN_MODELS, *(ROOT / "docs" / f"{page}.md" for page in ("own-method", "choosing", "deployment", "training")))
+METHODS = tuple(sorted((ROOT / "docs" / "methods").glob("*.md")))
+GUIDES = tuple(ROOT / "docs" / f"{page}.md" for page in ("own-method", "choosing", "deployment", "training"))
+QUOTING = (OWN_MODELS, *GUIDES, *METHODS)
 READS = (
     "fedclassavg",
     "fedgh",
@@ -126,6 +130,29 @@ def node_table() -> str:
     return "\n".join(["| node-config key | |", "|---|---|", *rows])
 
 
+def cell(text: str) -> str:
+    """Return plain text as a cell of a table, without marks that Markdown or HTML would take for its own."""
+    return re.sub(r"([\\|*_<>`\[\]~])", r"\\\1", " ".join(text.split()))
+
+
+def default(value: object) -> str:
+    """Return a default as a cell of a table; an empty one and None, which the meaning explains, are a dash."""
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return DASH if value in ("", None) else f"`{shown}`"
+
+
+def hyperparameters_table(method: Method) -> str:
+    """Build the table of a method's hyperparameters; their descriptions have the values of paper and released code."""
+    rows = ["| name | default | meaning |", "|---|---|---|"]
+    for name, field in method.hparams.model_fields.items():
+        choices = (
+            ", ".join(f"`{c}`" for c in get_args(field.annotation)) if get_origin(field.annotation) is Literal else ""
+        )
+        meaning = cell(field.description or "") + (f"; {choices}" if choices else "")
+        rows.append(f"| `{name}` | {default(field.get_default())} | {meaning} |")
+    return "\n".join(rows)
+
+
 def between(text: str, name: str, body: str) -> str:
     """Replace the text between two markers."""
     pattern = rf"<!-- table:{name} -->.*?<!-- /table:{name} -->"
@@ -134,6 +161,9 @@ def between(text: str, name: str, body: str) -> str:
 
 def renewed(text: str) -> str:
     """Return a page with every quotation up to date."""
+    for m in registry.discover().values():
+        if f"<!-- table:hyperparameters-{m.id} -->" in text:
+            text = between(text, f"hyperparameters-{m.id}", hyperparameters_table(m))
     text = between(between(files(text), "needs", needs_table()), "node", node_table())
     return between(between(text, "defaults", defaults_table()), "choose", choosing_table())
 

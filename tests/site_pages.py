@@ -16,7 +16,7 @@ from fedapp.cli.printing import kind
 from fedapp.config import GROUPS, KEYS
 from fedapp.method import BaseHParams, Method
 from tests.house import FILES, module
-from tests.readme import ROOT, methods_table
+from tests.readme import ROOT, cell, methods_table
 
 GUIDES: dict[str, dict[str, dict[str, str]]] = {
     "Get started": {
@@ -138,11 +138,6 @@ def families() -> dict[str, list[Method]]:
     return found
 
 
-def _cell(text: str) -> str:
-    """Return plain text as a cell of a table, without marks that Markdown or HTML would take for its own."""
-    return re.sub(r"([\\|*_<>`\[\]~])", r"\\\1", " ".join(text.split()))
-
-
 def _code(value: object) -> str:
     """Return a value as code in a cell."""
     return f"`{value}`".replace("|", "\\|")
@@ -160,7 +155,7 @@ def _fields(schema: Mapping[str, Any], names: Iterable[str], prefix: str) -> lis
     for name in names:
         field = schema["properties"][name]
         label = f"`{name}`{{ #{prefix}{name} }}"
-        cells = [label, kind(field, _code), _default(field["default"]), _cell(field.get("description", ""))]
+        cells = [label, kind(field, _code), _default(field["default"]), cell(field.get("description", ""))]
         rows.append(f"| {' | '.join(cells)} |")
     return [*rows, "", "</div>"]
 
@@ -228,7 +223,7 @@ def _command(command: Any, name: str) -> list[str]:
     arguments = [p for p in taken if p.param_type_name == "argument"]
     options = [p for p in taken if p.param_type_name != "argument"]
     usage = " ".join([name, "[OPTIONS]", *(p.metavar or p.name.upper() for p in arguments)])
-    lines = [f"## {name}", "", *(part for text in said for part in (_cell(text), "")), f"```console\n{usage}\n```", ""]
+    lines = [f"## {name}", "", *(part for text in said for part in (cell(text), "")), f"```console\n{usage}\n```", ""]
     if taken:
         lines += [OPEN, "", "| option | type | default | meaning |", "|---|---|---|---|"]
     for p in [*arguments, *options]:
@@ -237,7 +232,7 @@ def _command(command: Any, name: str) -> list[str]:
         default = "required" if p.required else "off" if switch else "" if p.default in (None, "") else _code(p.default)
         meaning = "; ".join(filter(None, [p.help or "", f"environment: {p.envvar}" if p.envvar else ""]))
         kind = "switch" if switch else _code(p.metavar) if p.metavar and p in options else _parameter_type(p)
-        lines.append(f"| {_code(given)} | {kind} | {default} | {_cell(meaning)} |")
+        lines.append(f"| {_code(given)} | {kind} | {default} | {cell(meaning)} |")
     return [*lines, "", *(["</div>", ""] if taken else [])]
 
 
