@@ -44,7 +44,6 @@ from reproduction.ledger.claims import (
 from reproduction.ledger.studies import RunKey, Study, keys_of, settings_of, studies
 
 START, END = "<!-- ledger -->", "<!-- /ledger -->"
-PAGE_START, PAGE_END = "<!-- measured -->", "<!-- /measured -->"
 
 
 # ---- what is run -----------------------------------------------------------------------------------------------------
@@ -175,7 +174,6 @@ def reproduce(
     print_ledger(verdicts)
     if doc is not None:
         write(doc, verdicts, evidence)
-        write_pages(doc.parent / "methods", evidence)
         echo(f"written to {doc}")
     return int(bool(failed))
 
@@ -301,21 +299,6 @@ def _made_with(versions: Mapping[str, str]) -> str:
     machine = ", ".join(versions[key] for key in ("machine", "processor") if key in versions) or "an unknown machine"
     packages = ("fedapp", "flwr", "torch", "numpy")
     return ", ".join([machine, *(f"{name} {versions[name]}" for name in packages if name in versions)])
-
-
-def write_pages(folder: Path, evidence: Evidence) -> None:
-    """Put the studies' tables between the markers of the methods' pages that exist."""
-    for page in dict.fromkeys(study.page for study in studies().values()):
-        path = folder / f"{page}.md"
-        parts = between(path.read_text(encoding="utf-8") if path.is_file() else "", PAGE_START, PAGE_END)
-        if parts is None:
-            continue
-        lines: list[str] = []
-        for study in studies().values():
-            table = study_table(study, evidence) if study.page == page else []
-            lines += [*table, "", f"Scaled down: {study.scaled}."] if table else []
-        body = "\n".join(lines).strip()
-        path.write_text(f"{parts[0]}{PAGE_START}\n{body}\n{PAGE_END}{parts[2]}", encoding="utf-8")
 
 
 def study_table(study: Study, evidence: Evidence) -> list[str]:

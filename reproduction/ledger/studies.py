@@ -47,13 +47,12 @@ class Study(Entry):
     id : name of its folder.   like : the base whose settings come first.
     settings : run-config keys that all variants share. Public images that one of them needs are held back from all.
     scaled : what differs from the paper, if not as in the base.
-    page : the page of `docs/methods` that shows its table.   seeds : how many, from 0, for a variant that does not say.
+    seeds : how many, from 0, for a variant that does not say.
     """
 
     id: str
     title: str
     like: str
-    page: str
     scaled: str = ""
     settings: dict[str, Value] = Field(default_factory=dict)
     seeds: int = Field(3, ge=1)

@@ -266,7 +266,6 @@ def test_the_studies_are_pinned() -> None:
     assert settings_of(RunKey("cw-mnist", "moon", 0))["num-server-rounds"] == 6
     assert "6 rounds instead of 1000" in studies()["cw-mnist"].scaled
     assert "10 rounds instead of 1000" in studies()["cw-dirichlet"].scaled
-    assert {s.page for s in studies().values()} == {"fedclassavg", "fedgh", "cwfedavg", "ccvr"}
 
 
 def test_every_study_is_a_valid_configuration() -> None:
@@ -442,18 +441,6 @@ def test_a_studys_table_counts_rounds_and_bytes_to_the_target(tmp_path: Path) ->
     assert cells["ktpfl"][6] == "0.0006", "the public images are not traffic of a round"
     assert cells["fedproto"][5:7] == ["not by all", "-"]
     assert "fml" not in cells
-
-
-def test_pages_of_methods_get_their_studies(tmp_path: Path) -> None:
-    made(tmp_path / "runs", H, "local", 0.6)
-    page = tmp_path / "fedclassavg.md"
-    page.write_text("# F\n\nabove\n<!-- measured -->\nstale table\n<!-- /measured -->\nbelow\n")
-    reproduce.write_pages(tmp_path, Evidence(tmp_path / "runs"))
-    text = page.read_text()
-    assert "above" in text and "below" in text and "stale" not in text
-    assert "| local |" in text and "Scaled down: 10 % of the images" in text
-    reproduce.write_pages(tmp_path, Evidence(tmp_path / "runs"))
-    assert page.read_text() == text
 
 
 def test_numbers_of_the_paper_and_ours_stand_in_one_order() -> None:
