@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any
 
 from fedapp import registry
 from fedapp.cli.listing import notes
-from fedapp.method import Method
+from fedapp.cli.printing import kind
 from fedapp.results.statistics import DASH
 from fedapp.tasks.node import Node
 
@@ -18,6 +19,8 @@ OWN_MODELS = ROOT / "docs" / "own-models.md"
 METHODS = tuple(sorted((ROOT / "docs" / "methods").glob("*.md")))
 GUIDES = tuple(ROOT / "docs" / f"{page}.md" for page in ("own-method", "choosing", "deployment", "training"))
 QUOTING = (OWN_MODELS, *GUIDES, *METHODS)
+OPEN = '<div class="keys" markdown>'
+"""Begin of a table that narrow screens show as a list (`docs/site.css`)."""
 READS = (
     "fedclassavg",
     "fedgh",
@@ -135,22 +138,25 @@ def cell(text: str) -> str:
     return re.sub(r"([\\|*_<>`\[\]~])", r"\\\1", " ".join(text.split()))
 
 
-def default(value: object) -> str:
-    """Return a default as a cell of a table; an empty one and None, which the meaning explains, are a dash."""
-    shown = str(value).lower() if isinstance(value, bool) else value
-    return DASH if value in ("", None) else f"`{shown}`"
+def code(value: object) -> str:
+    """Return a value as code in a cell."""
+    return f"`{value}`".replace("|", "\\|")
 
 
-def hyperparameters_table(method: Method) -> str:
-    """Build the table of a method's hyperparameters; their descriptions have the values of paper and released code."""
-    rows = ["| name | default | meaning |", "|---|---|---|"]
-    for name, field in method.hparams.model_fields.items():
-        choices = (
-            ", ".join(f"`{c}`" for c in get_args(field.annotation)) if get_origin(field.annotation) is Literal else ""
-        )
-        meaning = cell(field.description or "") + (f"; {choices}" if choices else "")
-        rows.append(f"| `{name}` | {default(field.get_default())} | {meaning} |")
-    return "\n".join(rows)
+def shown(value: object) -> str:
+    if isinstance(value, bool):
+        return code(str(value).lower())
+    return code(value) if value not in ("", None) else "empty"
+
+
+def fields(schema: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the table of fields of a pydantic class; with a `prefix` each row has the anchor `prefix` + name."""
+    rows = [OPEN, "", "| name | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in schema["properties"].items():
+        label = f"`{name}`{{ #{prefix}{name} }}" if prefix else f"`{name}`"
+        cells = [label, kind(field, code), shown(field["default"]), cell(field.get("description", ""))]
+        rows.append(f"| {' | '.join(cells)} |")
+    return [*rows, "", "</div>"]
 
 
 def between(text: str, name: str, body: str) -> str:
@@ -163,7 +169,8 @@ def renewed(text: str) -> str:
     """Return a page with every quotation up to date."""
     for m in registry.discover().values():
         if f"<!-- table:hyperparameters-{m.id} -->" in text:
-            text = between(text, f"hyperparameters-{m.id}", hyperparameters_table(m))
+            table = "\n".join(fields(m.hparams.model_json_schema()))
+            text = between(text, f"hyperparameters-{m.id}", table)
     text = between(between(files(text), "needs", needs_table()), "node", node_table())
     return between(between(text, "defaults", defaults_table()), "choose", choosing_table())
 

@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import typer
 
 from fedapp import cli, registry
-from fedapp.cli.printing import kind
 from fedapp.config import GROUPS, KEYS
 from fedapp.method import BaseHParams, Method
 from tests.house import FILES, module
-from tests.readme import ROOT, cell, methods_table
+from tests.readme import OPEN, ROOT, cell, code, fields, methods_table
 
 GUIDES: dict[str, dict[str, dict[str, str]]] = {
     "Get started": {
@@ -110,10 +108,6 @@ ROOMS = {
 }
 
 
-OPEN = '<div class="keys" markdown>'
-"""Begin of a table that narrow screens show as a list (`docs/site.css`)."""
-
-
 def _inner(name: str) -> list[str]:
     """Return a package and its modules, by name."""
     return sorted(m for m in map(module, FILES) if m == name or m.startswith(f"{name}."))
@@ -138,28 +132,6 @@ def families() -> dict[str, list[Method]]:
     return found
 
 
-def _code(value: object) -> str:
-    """Return a value as code in a cell."""
-    return f"`{value}`".replace("|", "\\|")
-
-
-def _default(value: object) -> str:
-    if isinstance(value, bool):
-        return _code(str(value).lower())
-    return _code(value) if value not in ("", None) else "empty"
-
-
-def _fields(schema: Mapping[str, Any], names: Iterable[str], prefix: str) -> list[str]:
-    """Return the table of fields of a pydantic class; each row has the anchor `prefix` + name."""
-    rows = [OPEN, "", "| name | type | default | meaning |", "|---|---|---|---|"]
-    for name in names:
-        field = schema["properties"][name]
-        label = f"`{name}`{{ #{prefix}{name} }}"
-        cells = [label, kind(field, _code), _default(field["default"]), cell(field.get("description", ""))]
-        rows.append(f"| {' | '.join(cells)} |")
-    return [*rows, "", "</div>"]
-
-
 def keys() -> str:
     """Return the page of all run-config keys, from the classes of their groups."""
     lines = [
@@ -177,7 +149,7 @@ def keys() -> str:
     for title, group in GROUPS.items():
         schema = group.model_json_schema()
         lines += [f"## {title.capitalize()}", "", schema["description"], ""]
-        lines += [*_fields(schema, schema["properties"], "key-"), ""]
+        lines += [*fields(schema, "key-"), ""]
     return "\n".join(lines)
 
 
@@ -197,7 +169,7 @@ def hyperparameters() -> str:
             without.append(f"[{m.title}](../methods/{m.id}.md)")
             continue
         lines += [f"## {m.title} {{ #{m.id} }}", "", f"`{m.id}`, [page](../methods/{m.id}.md)", ""]
-        lines += [*_fields(schema, schema["properties"], f"{m.id}-"), ""]
+        lines += [*fields(schema, f"{m.id}-"), ""]
     lines += ["## Methods without hyperparameters", "", ", ".join(without) + "."]
     return "\n".join(lines)
 
@@ -205,7 +177,7 @@ def hyperparameters() -> str:
 def _parameter_type(parameter: Any) -> str:
     kind = parameter.type
     if getattr(kind, "choices", None):
-        return ", ".join(map(_code, kind.choices))
+        return ", ".join(map(code, kind.choices))
     words = {"TEXT": "text", "INTEGER": "whole number", "FLOAT": "number", "PATH": "path", "BOOLEAN": "switch"}
     name = str(getattr(kind, "name", kind)).upper()
     low = getattr(kind, "min", None)
@@ -229,10 +201,10 @@ def _command(command: Any, name: str) -> list[str]:
     for p in [*arguments, *options]:
         given = p.metavar or p.name.upper() if p in arguments else ", ".join(p.opts)
         switch = getattr(p, "is_flag", False)
-        default = "required" if p.required else "off" if switch else "" if p.default in (None, "") else _code(p.default)
+        default = "required" if p.required else "off" if switch else "" if p.default in (None, "") else code(p.default)
         meaning = "; ".join(filter(None, [p.help or "", f"environment: {p.envvar}" if p.envvar else ""]))
-        kind = "switch" if switch else _code(p.metavar) if p.metavar and p in options else _parameter_type(p)
-        lines.append(f"| {_code(given)} | {kind} | {default} | {cell(meaning)} |")
+        kind = "switch" if switch else code(p.metavar) if p.metavar and p in options else _parameter_type(p)
+        lines.append(f"| {code(given)} | {kind} | {default} | {cell(meaning)} |")
     return [*lines, "", *(["</div>", ""] if taken else [])]
 
 
