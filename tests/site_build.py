@@ -35,8 +35,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     place = Path(page.file.src_uri)
     if place.parent.name == "methods":
-        # Links of this part are those of the site.
-        return relinked(markdown, "docs/methods", page.file.src_uri) + site_pages.in_code(place.stem)
+        # Links of the last part are those of the site.
+        head, heading, rest = relinked(markdown, "docs/methods", page.file.src_uri).partition("\n## ")
+        picture = site_pages.scheme(site_pages.registry.get(place.stem))
+        return f"{head}\n{picture}{heading}{rest}{site_pages.in_code(place.stem)}"
     return relinked(markdown, str(Path("docs") / place.parent), page.file.src_uri)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from fedapp import cli, registry
+from fedapp.cli.listing import notes
 from fedapp.config import GROUPS, KEYS
 from fedapp.method import BaseHParams, Method
 from tests.house import FILES, module
@@ -227,8 +228,8 @@ def methods() -> str:
     lines = [
         "# Methods",
         "",
-        f"{len(registry.discover())} methods, each with its own page: what is sent, in bytes, the hyperparameters "
-        "beside the paper's values, where we differ and why, and the commands. "
+        f"{len(registry.discover())} methods, each with a page: when to use it, its formula, its payload in "
+        "bytes, its hyperparameters with the paper's values, and where we differ and why. "
         "[Which method](../choosing.md) compares what they need and cost.",
         "",
     ]
@@ -251,6 +252,43 @@ def _see(method: Method) -> str:
     )
     known = f" {values}#{method.id}) lists its settings." if method.hparams.model_fields else ""
     return f"{page} says what it does.{known}"
+
+
+def flows(method: Method) -> dict[str, str]:
+    """Return what a method declares to send: `down` and `up` in each round, and `once` in a run."""
+    each, _, once = method.travels.partition("; once, ")
+    if found := re.match(r"as ([\w ]+)", each):
+        return flows(next(m for m in registry.discover().values() if m.title == found[1]))
+    if found := re.match(r"(.+) up, (.+) down$", each):
+        return {"down": found[2], "up": found[1], "once": once}
+    if found := re.match(r"(.+) down[,;] (.+) up\b(.*)", each):
+        return {"down": found[1], "up": found[2] + found[3], "once": once}
+    both = "arrays of the base method" if each == "what the base method shares" else each.partition(", both ways")[0]
+    return {"down": both, "up": both, "once": once}
+
+
+def scheme(method: Method) -> str:
+    """Return the picture of server, clients and the arrays between them, with what the method declares to need."""
+    said = {"down": "↓ {}", "up": "↑ {}", "once": "↑ once: {}"}
+    arrows = [f'<span class="{way}">{said[way].format(text)}</span>' for way, text in flows(method).items() if text]
+    shared = method.shared_prefixes(method.hparams())
+    kept = [word for prefix, word in {"features.": "body", "head.": "head"}.items() if prefix not in shared]
+    facts = [
+        "Architectures may differ" if method.heterogeneous else "One architecture",
+        f"{'one' if method.global_model else 'no'} global model",
+        f"sends {'no ' if method.class_threshold(method.hparams()) is None else ''}numbers of single classes",
+        f"{notes()[method.id]['costs'][0]:g} kB up per client and round (`digits-a`)",
+    ]
+    return "\n".join([
+        '<div class="scheme">',
+        '<span class="box">server</span>',
+        f'<span class="arrows">{"".join(arrows)}</span>',
+        f'<span class="box">clients{", which keep their " + " and ".join(kept) if kept else ""}</span>',
+        "</div>",
+        "",
+        f"*{', '.join(facts)}.*",
+        "",
+    ])  # fmt: skip
 
 
 def in_code(name: str) -> str:

@@ -183,6 +183,16 @@ def test_phrases_are_found_in_pages_and_messages_but_not_in_docstrings(tmp_path:
     assert phrases.found(tmp_path) == ["README.md: anew", "README.md: in\nplace of", "fedapp/a.py: is none"]
 
 
+def test_the_picture_of_a_method_has_what_it_declares_to_send() -> None:
+    every = {m.id: site_pages.flows(m) for m in registry.discover().values()}
+    assert every["fedgh"] == {"down": "the header", "up": "class means", "once": ""}
+    assert every["fedbabu"] == {"down": "the whole model", "up": "the body", "once": ""}
+    assert every["pccvr"] == every["ccvr"] and every["ccvr"]["once"] == "count, mean and covariance of every class"
+    assert not [m for m, found in every.items() if re.search(r"\b(down|ways|once)\b", " ".join(found.values()))]
+    picture = site_pages.scheme(registry.get("fedgh"))
+    assert "↓ the header" in picture and "↑ class means" in picture and "keep their body" in picture
+
+
 def test_phrases_that_plain_english_avoids_do_not_come_back() -> None:
     places = phrases.found(ROOT)
     assert len(places) <= phrases.MOST, "\n".join(places)
