@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fedapp import cli, config
 from fedapp.config import DEFAULTS
 from fedapp.errors import BadRequest
-from fedapp.experiments import compare, grid
+from fedapp.experiments import compare, grid, tables
 from fedapp.experiments.jobs import Job
 from fedapp.results import answers
 from fedapp.results.runs import read_comparison
@@ -89,7 +89,7 @@ def test_validation_images_choose_and_test_images_do_not(tmp_path: Path) -> None
     for job in jobs:
         value = next(v for k, v in scores.items() if k in job.variant.label)[job.seed]
         finish(job, value if job.variant.method == "local" else 1 - value, test=1 - value)
-    chosen, lines = grid.choose(jobs, jobs, tmp_path, "--grid")
+    chosen, lines, _ = grid.choose(jobs, jobs, tmp_path, "--grid")
     assert [(j.variant.label, j.seed) for j in chosen] == [("local", 0), ("local", 1), ("fedprox", 0), ("fedprox", 1)]
     assert [dict(j.variant.settings)["lr"] for j in chosen] == [0.2, 0.2, 0.1, 0.1]
     assert chosen[0].out.name == "local-lr=0.2-s0"
@@ -104,17 +104,18 @@ def test_a_point_that_failed_is_not_chosen_and_the_first_of_equals_is(tmp_path: 
     jobs = plan("local,fedavg", tmp_path, "lr=0.1,0.2,0.3")
     for job, (value, ok) in zip(jobs, [(0.9, False), (0.6, True), (0.6, True), *[(math.nan, True)] * 3]):
         finish(job, value, ok=ok)
-    chosen, lines = grid.choose(jobs, jobs, tmp_path, "--grid")
+    chosen, lines, unchosen = grid.choose(jobs, jobs, tmp_path, "--grid")
     assert [j.out.name for j in chosen] == ["local-lr=0.2-s0"]
-    assert "fedavg: nothing chosen, no point of the grid has a score on validation images" in lines
+    assert unchosen == ["fedavg: nothing chosen, no point of the grid has a score on validation images"]
+    assert unchosen[0] in lines
 
 
 def test_points_of_which_a_seed_is_missing_are_told_from_points_without_a_score(tmp_path: Path) -> None:
     jobs = plan("local", tmp_path, "lr=0.1,0.2", seeds=2)
     for job in jobs:
         finish(job, 0.5, ok=job.seed == 0)
-    chosen, lines = grid.choose(jobs, jobs, tmp_path, "--grid")
-    assert not chosen and "local: nothing chosen, no point of the grid has finished with all of its seeds" in lines
+    chosen, _, unchosen = grid.choose(jobs, jobs, tmp_path, "--grid")
+    assert not chosen and unchosen == ["local: nothing chosen, no point of the grid has finished with all of its seeds"]
 
 
 def test_a_search_by_the_global_score_is_refused_and_says_what_to_do(
@@ -157,7 +158,7 @@ def test_a_comparison_that_is_read_again_holds_the_chosen_runs_alone(tmp_path: P
     for job in jobs:
         best = 0.1 if job.config.federation.fraction_train < 1 else 0.2
         finish(job, 0.8 if dict(job.variant.settings)["lr"] == best else 0.7)
-    chosen, _ = grid.choose(jobs, jobs, tmp_path, "--grid")
+    chosen, _, _ = grid.choose(jobs, jobs, tmp_path, "--grid")
     runs = read_comparison(tmp_path).runs
     assert sorted(r.out for r in runs) == sorted(j.out for j in chosen)
     assert {(r.label, r.setting["fraction-train"], r.flat["lr"]) for r in runs} == {
@@ -181,6 +182,33 @@ def test_each_value_of_a_sweep_is_a_setting(tmp_path: Path) -> None:
         plan("local", tmp_path, sweep="fraction-tran=0.5")
     with pytest.raises(BadRequest, match="no common key"):
         plan("local", tmp_path, sweep="lr=0.5")
+
+
+def test_a_method_without_a_chosen_point_in_one_setting_is_named_and_fails_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has a chosen point in the other setting."""
+    shared, out = tables.Shared(True, ()), tmp_path / "out"
+
+    def execute(jobs: list[Job], *_: Any) -> dict[str, str]:
+        lost = [j for j in jobs if j.variant.method == "fedavg" and j.config.data.clients == 4]
+        for job in (j for j in jobs if not j.out.exists()):
+            finish(job, 0.5, ok=job not in lost)
+            if job in lost:
+                (job.out / "error.json").write_text(json.dumps({"message": "diverged", "diverged": True}))
+        return {job.name: "diverged" for job in lost}
+
+    for module, name, value in (
+        (compare, "execute", execute), (tables, "write", lambda *_: None), (tables, "verify", lambda _: shared),
+        (compare, "_report", lambda *_: None), (answers, "screen", lambda _: ""),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    assert (
+        compare.run({**BASE, "num-server-rounds": 1}, "local,fedavg", 1, out, tune="lr=0.1", sweep="clients=3,4") == 1
+    )
+    told = capsys.readouterr().err
+    assert "digits-dirichlet-1-clients=4 fedavg: nothing chosen, no point of the grid has finished" in told
+    assert "clients=4 fedavg(lr=0.1) s0 failed" in told
 
 
 @pytest.mark.full

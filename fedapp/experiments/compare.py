@@ -519,14 +519,14 @@ def run(
     with only_writer(out, who="fedapp compare"):  # two of them would remove each other's unfinished runs
         for line in (*choice, *_beforehand(values, jobs)):
             echo(line, err=True)
-        again, tabled, notes = [] if searched else repeats(jobs, out), jobs, list[str]()
+        again, tabled, notes, unchosen = [] if searched else repeats(jobs, out), jobs, list[str](), list[str]()
         tried = [job for job in jobs if not tune or job.seed == jobs[0].seed]
         failed = execute([*tried, *again], engine, out, workers)
         if searched:
-            tabled, notes = grid.choose(tried, jobs, out, option)
-            chosen = {job.variant.label for job in tabled}
+            tabled, notes, unchosen = grid.choose(tried, jobs, out, option)
+            chosen = {(job.setting, job.variant.label) for job in tabled}
             if tune:  # a step that is too large for a method is a result of the search
-                spoiled = {j.name for j in tried if j.variant.family in chosen and j.result.repeats}
+                spoiled = {j.name for j in tried if (j.setting, j.variant.family) in chosen and j.result.repeats}
                 failed = {name: why for name, why in failed.items() if name not in spoiled}
             again = repeats(tabled, out)
             failed |= execute([*(tabled if tune else ()), *again], engine, out, workers)
@@ -544,19 +544,19 @@ def run(
     if others := sorted(str(p.relative_to(out / "runs")) for p in found - {j.out for j in jobs}):
         echo(f"not in these tables, but in {out / 'runs'}: {', '.join(others)}", err=True)
     _report(out, finished)
-    lasting = {job.name: job.result.failure for job in jobs if job.name in failed and job.result.repeats}
+    lasting = {job.name: job.result.failure for job in (*jobs, *tabled) if job.name in failed and job.result.repeats}
     told = [f"{name} failed: {why}" for name, why in lasting.items()]
     told += ["the same command again would fail in the same way"] if lasting else []
     if passing := [name for name in failed if name not in lasting]:
         told.append(f"failed: {', '.join(passing)} (the same command continues when the cause above is gone)")
-    for line in told:
+    for line in (*told, *unchosen):
         echo(line, err=True, must=True)
     if tabled:
         echo(answers.screen(Comparison(out, ())))
     if failed:
         refused = all(e.startswith("BadRequest") for e in failed.values()) and not finished
         return 2 if refused else 1
-    return 0 if shared.ok else 1
+    return 0 if shared.ok and not unchosen else 1
 
 
 def command_of(options: Mapping[str, Any], values: Mapping[str, Any]) -> str:

@@ -93,23 +93,24 @@ def validation_score(run: RunResult) -> float:
     return next((score for score in scores if math.isfinite(score)), math.nan)
 
 
-def choose(tried: Sequence[Job], jobs: Sequence[Job], out: Path, option: str) -> tuple[list[Job], list[str]]:
+def choose(tried: Sequence[Job], jobs: Sequence[Job], out: Path, option: str) -> tuple[list[Job], list[str], list[str]]:
     """Choose the point with the highest validation score for each method and setting, and write `grid.csv`.
 
     Parameters
     ----------
-    tried : all runs of the search. A point of which a run is missing cannot be chosen; of equal ones the first is.
+    tried : all runs of the search. A point with a missing run cannot be chosen. The first of equal points is chosen.
     jobs : the runs of all points, those of seeds that the search leaves out too.   option : of the search.
 
     Returns
     -------
-    The runs of the chosen points under the names of their methods, and what was chosen, in words.
+    The runs of the chosen points under the names of their methods, a line for each choice, and the lines of methods
+    without one.
     """
     families: dict[tuple[str, str], dict[str, list[Job]]] = {}
     for job in tried:
         found = families.setdefault((job.setting, job.variant.family), {})
         found.setdefault(job.variant.label, []).append(job)
-    rows, chosen, lines = [], [], []
+    rows, chosen, lines, unchosen = [], [], list[str](), list[str]()
     for (setting, family), members in families.items():
         finished = {label for label, runs in members.items() if all(j.result.ok for j in runs)}
         scores = {
@@ -133,6 +134,7 @@ def choose(tried: Sequence[Job], jobs: Sequence[Job], out: Path, option: str) ->
             lines.append(f"{where}: {best} of {len(members)}, {100 * scores[best][0]:.1f} % on validation images")
         else:
             why = "has a score on validation images" if finished else "has finished with all of its seeds"
-            lines.append(f"{where}: nothing chosen, no point of the grid {why}")
+            unchosen.append(f"{where}: nothing chosen, no point of the grid {why}")
+            lines.append(unchosen[-1])
     write_table(out / GRID, pd.DataFrame(rows))
-    return chosen, [f"chosen by {option}:", *lines]
+    return chosen, [f"chosen by {option}:", *lines], unchosen

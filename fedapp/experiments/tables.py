@@ -307,14 +307,12 @@ def write(
     again : the second runs of training alone.   alerts, notes : lines for the reader.
     command : that makes the same comparison.
     """
-    table = results(jobs, reference, target)
+    made = {"results.csv": table} if not (table := results(jobs, reference, target)).empty else {}
     jobs = [j for j in jobs if j.result.ok]
-    if not table.empty:
-        write_table(out / "results.csv", table)
     second = [j for j in again if j.result.ok]
-    made = {"curves.csv": curves(jobs), "significance.csv": significance(jobs, reference)} if jobs else {}
+    made |= {"curves.csv": curves(jobs), "significance.csv": significance(jobs, reference)} if jobs else {}
     made |= {f"{AGAIN}.csv": results(second, "", alone=jobs)} if second else {}
-    for name in ("curves.csv", "significance.csv", f"{AGAIN}.csv"):
+    for name in ("results.csv", "curves.csv", "significance.csv", f"{AGAIN}.csv"):
         if name in made:
             write_table(out / name, made[name])
         else:  # a table of an earlier call would be read as one of this call
