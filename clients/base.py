@@ -77,6 +77,18 @@ if TYPE_CHECKING:
     from fedapp.models import SplitModel
 
 
+MOVED = {
+    "reply_metrics": "the numbers that `after_training` returns",
+    "reference": "the attribute `self.reference`, set in `receive`",
+    "initial_seed": "`build_model` with `with_common_seed(spec)`",
+    "on_gradients": "the field of that name of a `Phase`, in `phases`",
+    "scored": "the attribute `self.model`",
+    **dict.fromkeys(("parameters", "views", "phase_epochs", "epochs_in", "trained_models"), "`phases`"),
+    **dict.fromkeys(("optimise", "train_spec", "adam_betas"), "the optimizer and settings of a `Phase`, in `phases`"),
+}
+"""Functions of clients of earlier versions, and what to write now."""
+
+
 class FedClient(PositionalClient):
     """One client of a federation.
 
@@ -92,7 +104,10 @@ class FedClient(PositionalClient):
     private_logits: ClassVar[bool] = False
     """Whether a client adds logits of its own to those of the head."""
     alone: ClassVar[bool] = True
-    """Whether the stored model alone predicts what `score` counts, so that it can be used without the client."""
+    """Whether the stored model alone predicts what `score` counts, so that it can be used without the client.
+
+    A class with a `score` of its own has False, unless it states True.
+    """
     needs_state: bool = False
     """Whether the method needs its stored model even where the server sends it. `self.own` is always restored.
 
@@ -120,6 +135,13 @@ class FedClient(PositionalClient):
         self.releaser: Releaser | None = None  # with `dp`: the only way in which numbers leave
         self.scoring = False  # whether an exchange is for scores alone: nothing of it is stored or sent
         self.released = False  # whether what is sent is a copy of what was released before
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if old := next((name for name in MOVED if name in vars(cls)), ""):
+            raise TypeError(f"{cls.__name__}.{old} is never called: write {MOVED[old]}")
+        if "score" in vars(cls) and "alone" not in vars(cls):
+            cls.alone = False
 
     # ---- hooks ---------------------------------------------------------------------------------------------------
 

@@ -129,8 +129,6 @@ class FedProtoClient(ClassMeansClient):
 class NearestPrototypeClient(FedProtoClient):
     """Predicts by the nearest prototype that it was sent (`inference=prototype`)."""
 
-    alone = False
-
     def score(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
         """Score by the nearest prototype, or with the head as long as there is none."""
         return (self.score_nearest if bool(self.known.any()) else super().score)(x, y, probabilities)

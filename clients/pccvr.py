@@ -66,6 +66,7 @@ class PersonalCCVRClient(CCVRClient):
     """CCVR's client, which adjusts the bias of a calibrated head before it is scored."""
 
     settings: ClassVar[PersonalHParams] = PersonalHParams()
+    alone = True  # `score` adds a second score to that of the stored model
     plain: Tensor | None = None
     """b, where the model has b_k."""
     adjusted: SplitModel | None = None

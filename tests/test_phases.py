@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fedapp
-from clients.base import FedClient
+from clients.base import MOVED, FedClient
 from fedapp import registry, sampling
 from fedapp.learning.state import ClientStore, read_head_norms
 from fedapp.learning.task import ModelSpec, Task, with_common_seed
@@ -284,3 +284,15 @@ def test_the_query_before_round_1_has_a_function_of_its_own() -> None:
     assert list(arrays) == ["sum"] and count == 12 and not numbers
     with pytest.raises(ValueError, match=r"'query\.prepare'"):
         FedClient(task, FEDAVG, BaseHParams()).answer_query("prepare", sent, 0)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_function_of_earlier_versions_is_refused_where_its_class_is_made(name: str) -> None:
+    with pytest.raises(TypeError, match=f"Own.{name} is never called: write "):
+        type("Own", (FedClient,), {name: lambda self: None})
+
+
+def test_a_client_with_its_own_score_states_that_the_stored_model_predicts_it() -> None:
+    own: type[FedClient] = type("Own", (FedClient,), {"score": FedClient.score})
+    assert not own.alone and not type("Heir", (own,), {}).alone and FedClient.alone
+    assert type("Stated", (FedClient,), {"score": FedClient.score, "alone": True}).alone
