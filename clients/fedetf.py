@@ -50,7 +50,7 @@ class FedETFHParams(BaseHParams):
         description="s at the start (released code: 1 for ResNets, 10 for its CNN); none = 10 log10 C, >= 10",
     )
     train_scale: bool = Field(True, description="whether s is trained (released code: yes)")
-    etf: bool = Field(True, description="false is a control: the plain linear head in place of projection and simplex")
+    etf: bool = Field(True, description="false is a control: the plain linear head instead of projection and simplex")
     tune_epochs: int = Field(1, ge=0, description="epochs of fine-tuning on the local loss (released code: 3)")
     tune_cycles: int = Field(3, ge=0, description="times that simplex and projection are tuned in turn (code: 20)")
     tune_etf: int = Field(1, ge=0, description="epochs on the simplex in each of them (released code: 3)")

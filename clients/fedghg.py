@@ -28,7 +28,7 @@ class FedGHGHParams(FedGHHParams):
     header_epochs: int = Field(
         20, ge=1, description="M, passes a round, each over a fresh draw of every class of every client"
     )
-    cov: Literal["diag", "full", "none"] = Field("diag", description="what is sent of the covariances; none = FedGH")
+    cov: Literal["diag", "full", "none"] = Field("diag", description="form of the covariances in a reply; none = FedGH")
     source: Literal["client", "pooled"] = Field(
         "client", description="draws from each client's own Gaussians, or from one Gaussian a class of all clients"
     )
