@@ -36,7 +36,9 @@ SIDE = 16
 GREY = {"mean": [127.0], "std": [128.0]}
 
 
-def picture_body(path: Path, width: int = 5, seed: int = 0, side: int | str = "side", kind: str = "Relu") -> Path:
+def picture_body(
+    path: Path, width: int = 5, seed: int = 0, side: int | str = "side", kind: str = "Relu", batch: int | str = "n"
+) -> Path:
     """Write an ONNX file: a convolution of stride 4, then a function; it returns maps (n, width, h, w)."""
     weights = np.random.default_rng(seed).normal(size=(width, 3, 4, 4)).astype(np.float32)
     helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
@@ -44,8 +46,8 @@ def picture_body(path: Path, width: int = 5, seed: int = 0, side: int | str = "s
     graph = helper.make_graph(
         nodes,
         "body",
-        [helper.make_tensor_value_info("x", float32, ["n", 3, side, side])],
-        [helper.make_tensor_value_info("z", float32, ["n", width, "h", "w"])],
+        [helper.make_tensor_value_info("x", float32, [batch, 3, side, side])],
+        [helper.make_tensor_value_info("z", float32, [batch, width, "h", "w"])],
         [onnx.numpy_helper.from_array(weights, "w")],
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
@@ -54,7 +56,7 @@ def picture_body(path: Path, width: int = 5, seed: int = 0, side: int | str = "s
 
 def text_body(folder: Path, words: list[str], width: int = 4) -> tuple[Path, Path, NDArray[np.float32]]:
     """Write a body that returns the vector of each token, and its tokenizer; returns both and the vectors."""
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra dev has tokenizers: renew .venv with make")
     vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *words])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -148,6 +150,72 @@ def test_code_and_its_weights_give_what_pytorch_gives(tmp_path: Path) -> None:
         wanted = net.eval()(levels).numpy()
     assert np.allclose(datasets.load("npz", found.out).x_train, wanted, rtol=2e-3, atol=1e-4)
     assert found.about["weights"] == hashlib.sha256((tmp_path / "w.pt").read_bytes()).hexdigest()
+
+
+CODE = """
+from torch import nn
+
+def make():
+    class Body(nn.Conv2d):
+        def forward(self, x):
+            return {factor} * super().forward(x).mean(dim=(2, 3))
+    return Body(3, 4, 3)
+"""
+
+
+def test_changed_code_is_another_body_and_is_exported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDAPP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch.save(torch.nn.Conv2d(3, 4, 3).state_dict(), tmp_path / "w.pt")
+    given: dict[str, Any] = {"weights": str(tmp_path / "w.pt"), "size": SIDE, **GREY, "workers": 1}
+    found = []
+    for number, factor in enumerate((1, 16)):
+        (tmp_path / "changed_body.py").write_text(CODE.format(factor=factor), encoding="utf-8")
+        sys.modules.pop("changed_body", None)
+        importlib.invalidate_caches()
+        out = tmp_path / f"{number}.npz"
+        found.append(fedapp.features(pictures(tmp_path), "changed_body:make", out, **given).about["body"])
+    assert found[0] != found[1]
+    first, second = (np.load(tmp_path / f"{number}.npz")["x"].astype(float) for number in (0, 1))
+    assert np.allclose(16 * first, second, rtol=1e-2)
+
+
+@pytest.mark.parametrize("fixed", [1, 3])
+def test_a_batch_that_a_file_fixes_is_filled(fixed: int, tmp_path: Path) -> None:
+    x = np.random.default_rng(2).integers(0, 256, (7, SIDE, SIDE, 3), dtype=np.uint8)
+    np.savez(tmp_path / "x.npz", x=x, y=np.arange(7) % 2)
+    body = picture_body(tmp_path / "body.onnx", side=SIDE, batch=fixed)
+    found = fedapp.features(tmp_path / "x.npz", body, tmp_path / "f.npz", **GREY)
+    assert np.allclose(datasets.load("npz", found.out).x_train, by_hand(body, x), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["initializer", "constant", "branch"])
+def test_weights_outside_an_onnx_file_are_refused_wherever_it_names_them(place: str, tmp_path: Path) -> None:
+    helper, proto = onnx.helper, onnx.TensorProto
+    (tmp_path / "w.bin").write_bytes(np.ones(3, np.float32).tobytes())
+    w = onnx.numpy_helper.from_array(np.ones(3, np.float32), "w")
+    w.ClearField("raw_data")
+    w.data_location = proto.EXTERNAL
+    for key, value in (("location", "w.bin"), ("offset", "0"), ("length", "12")):
+        w.external_data.add(key=key, value=value)
+    constant = helper.make_node("Constant", [], ["w"], value=w)
+    z = helper.make_tensor_value_info("w", proto.FLOAT, [3])
+    branch = helper.make_graph([constant], "branch", [], [z])
+    yes = helper.make_node("Constant", [], ["c"], value=helper.make_tensor("c", proto.BOOL, [], [True]))
+    choice = helper.make_node("If", ["c"], ["w"], then_branch=branch, else_branch=branch)
+    first = {"initializer": [], "constant": [constant], "branch": [yes, choice]}[place]
+    graph = helper.make_graph(
+        [*first, helper.make_node("Add", ["x", "w"], ["z"])],
+        "body",
+        [helper.make_tensor_value_info("x", proto.FLOAT, ["n", 3])],
+        [helper.make_tensor_value_info("z", proto.FLOAT, ["n", 3])],
+        [w] if place == "initializer" else [],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    (tmp_path / "body.onnx").write_bytes(model.SerializeToString())
+    np.savez(tmp_path / "x.npz", x=np.ones((4, 3)), y=np.arange(4) % 2)
+    with pytest.raises(BadRequest, match="as one file with its weights"):
+        fedapp.features(tmp_path / "x.npz", tmp_path / "body.onnx", tmp_path / "f.npz")
 
 
 def test_other_arrays_go_into_a_body_as_they_are(tmp_path: Path) -> None:
@@ -257,9 +325,10 @@ def pictures(folder: Path, shape: tuple[int, ...] = (4, SIDE, SIDE, 3)) -> Path:
         ({"size": SIDE, "mean": [127.0], "std": [0.0]}, "a deviation is above 0"),
         ({"size": SIDE, "mean": [1.0, 2.0], "std": [1.0]}, "takes 3 channels: the data have 3, mean 2 and std 1"),
         ({"size": SIDE, **GREY, "weights": "w.pt"}, "leave out weights"),
-        ({"size": SIDE, **GREY, "text": "question"}, "no file with a column of texts"),
+        ({"size": SIDE, **GREY, "tokens": 9}, "give the tokenizer of the body too"),
+        ({"size": SIDE, **GREY, "text": "question"}, "cannot have a column of texts"),
         ({"size": SIDE, **GREY, "lr": 0.1}, "lr has no effect on features"),
-        ({"size": SIDE, **GREY, "tokenizer": "none.json"}, "is no file"),
+        ({"size": SIDE, **GREY, "tokenizer": "none.json"}, "does not exist"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -285,10 +354,18 @@ def test_data_that_the_body_cannot_take_are_refused(tmp_path: Path) -> None:
         fedapp.features(pictures(tmp_path), body, tmp_path / "f.npz", **GREY)
 
 
+SPECIAL = {"type": "BertProcessing", "sep": ["[UNK]", 1], "cls": ["[PAD]", 0]}
+
+
 def test_texts_that_are_missing_are_refused(tmp_path: Path) -> None:
     file, tokenizer, _ = text_body(tmp_path, ["alpha"])
     (tmp_path / "t.csv").write_text("question,label\nalpha,1\n,0\n", encoding="utf-8")
     given: dict[str, Any] = {"tokenizer": tokenizer}
+    with pytest.raises(BadRequest, match=r"tokens = 1: the tokenizer adds 2 to each text"):
+        adds = tmp_path / "adds.json"
+        with_two = json.loads(Path(tokenizer).read_text()) | {"post_processor": SPECIAL}
+        adds.write_text(json.dumps(with_two))
+        fedapp.features(tmp_path / "t.csv", file, tmp_path / "f.npz", text="question", tokenizer=adds, tokens=1)
     with pytest.raises(BadRequest, match=r"no column 'questions' .did you mean 'question'"):
         fedapp.features(tmp_path / "t.csv", file, tmp_path / "f.npz", text="questions", **given)
     with pytest.raises(BadRequest, match="row 1 has no text in 'question'"):

@@ -1,7 +1,7 @@
 """A pretrained body in this process: pictures, arrays or texts in, features out.
 
 ONNX Runtime in float32 with one thread. A second thread would spin while it waits for a core, so more cores are used by
-more processes. The features of a row do not depend on the rows beside it.
+more processes. The features of a row do not depend on the other rows of its batch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
+from fedapp import __version__
 from fedapp.bodies.known import Body
 from fedapp.data.cache import cache_root
 from fedapp.errors import BadRequest, described
@@ -60,13 +61,13 @@ class Extractor:
     """
 
     def __init__(self, body: Body) -> None:
-        needed("onnxruntime", "onnx", *(["tokenizers"] if body.tokenizer else []))
+        needed("onnxruntime", *(["onnx"] if body.make else []), *(["tokenizers"] if body.tokenizer else []))
         self.cut, self._channels = 0, 0
         self._session = _session(_exported(body) if body.make else body.file)
         self._inputs = {i.name: i for i in self._session.get_inputs()}
         self._tokenizer: Any = _tokenizer(body) if body.tokenizer else None
-        # What the file fixes of one sample: numbers, and 0 where any will do.
-        self._fixed = [n if isinstance(n, int) else 0 for n in next(iter(self._inputs.values())).shape[1:]]
+        # What the file fixes of a batch and of one sample: numbers, and 0 where any will do.
+        self._batch, *self._fixed = (n if isinstance(n, int) else 0 for n in next(iter(self._inputs.values())).shape)
         side = self._fixed[1] if len(self._fixed) == 3 and self._fixed[1] == self._fixed[2] else 0
         if side and body.size not in (0, side):
             raise BadRequest(f"size = {body.size}: the body '{body.name}' takes {side} x {side} pixels")
@@ -125,8 +126,8 @@ class Extractor:
         """Return the features (n, width) of pictures (n, C, H, W) with levels 0 .. 255, or of other arrays."""
         (name,) = self._inputs
         parts = []
-        for start in range(0, len(x), PICTURES):
-            rows = torch.from_numpy(np.array(x[start : start + PICTURES], np.float32))
+        for start in range(0, len(x), size := self._batch or PICTURES):
+            rows = torch.from_numpy(np.array(x[start : start + size], np.float32))
             if self._channels:
                 mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (self.body.mean, self.body.std))
                 rows = (resized(rows.expand(-1, self._channels, -1, -1), self.body.size) - mean) / std
@@ -139,8 +140,8 @@ class Extractor:
         self.cut += sum(bool(e.overflowing) for e in encoded)
         found: dict[int, Float32] = {}
         order = sorted(range(len(texts)), key=lambda row: len(encoded[row].ids))  # little padding in a batch
-        for start in range(0, len(order), TEXTS):
-            batch = order[start : start + TEXTS]
+        for start in range(0, len(order), size := self._batch or TEXTS):
+            batch = order[start : start + size]
             longest = max(1, len(encoded[batch[-1]].ids))
             ids, mask = (np.zeros((len(batch), longest), np.int64) for _ in range(2))
             for place, row in enumerate(batch):
@@ -154,9 +155,11 @@ class Extractor:
 
     def _run(self, inputs: dict[str, npt.NDArray[Any]], mask: npt.NDArray[np.int64] | None = None) -> Float32:
         """Run one batch; the mean over positions, or over the tokens of a mask, is taken where there are any."""
-        body = self.body
+        body, count = self.body, len(next(iter(inputs.values())))
+        lacking = max(0, self._batch - count)
+        filled = {name: np.concatenate([rows, rows[-1:].repeat(lacking, axis=0)]) for name, rows in inputs.items()}
         try:
-            z = np.asarray(self._session.run(None, inputs)[0])
+            z = np.asarray(self._session.run(None, filled)[0])[:count]
         except Exception as e:  # ONNX Runtime has errors of its own
             shapes = ", ".join(f"{name} {array.shape}" for name, array in inputs.items())
             raise BadRequest(f"the body '{body.name}' fails on {shapes} ({' '.join(str(e).split())[:300]})") from e
@@ -173,22 +176,19 @@ class Extractor:
 
 
 def _session(file: Path) -> Any:
-    import onnx
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
     try:
-        if any(t.external_data for t in onnx.load(file, load_external_data=False).graph.initializer):
-            raise BadRequest(
-                f"{file} has its weights in other files, which its SHA-256 does not cover: save it as one file"
-            )
-        return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    except BadRequest:
-        raise
+        # From bytes no tensor can be read from another file, which the SHA-256 would not cover.
+        return onnxruntime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
     except Exception as e:
-        raise BadRequest(f"{file} cannot be read as ONNX ({' '.join(str(e).split())[:300]}): export it again") from e
+        raise BadRequest(
+            f"{file} cannot be read as ONNX ({' '.join(str(e).split())[:300]}): export it again, as one file with its "
+            "weights"
+        ) from e
 
 
 def _tokenizer(body: Body) -> Any:
@@ -197,7 +197,9 @@ def _tokenizer(body: Body) -> Any:
     try:
         found = tokenizers.Tokenizer.from_file(str(body.tokenizer))
     except Exception as e:  # the library raises bare exceptions
-        raise BadRequest(f"{body.tokenizer} is no tokenizer.json ({' '.join(str(e).split())[:200]})") from e
+        raise BadRequest(f"{body.tokenizer} cannot be read as tokenizer.json ({' '.join(str(e).split())[:200]})") from e
+    if body.tokens <= (special := found.num_special_tokens_to_add(False)):
+        raise BadRequest(f"tokens = {body.tokens}: the tokenizer adds {special} to each text: give more")
     # Files may fix another truncation, and padding up to it.
     found.enable_truncation(body.tokens)
     found.no_padding()
@@ -207,7 +209,9 @@ def _tokenizer(body: Body) -> Any:
 def _exported(body: Body) -> Path:
     """Return the ONNX file of a network in PyTorch, exported once a machine."""
     assert body.make is not None
-    key = hashlib.sha256(json.dumps([body.name, body.weights, body.size]).encode()).hexdigest()[:16]
+    unfit = replace(body, pooling="", width=0)  # the same before and after `fit`
+    made_by = [unfit.digest, body.package, __version__, str(torch.__version__)]
+    key = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:16]
     final = cache_root() / "bodies" / f"{key}.onnx"
     if not final.is_file():
         net = body.make(body.file).eval()

@@ -3,8 +3,8 @@
 No package of weights is a requirement of fedapp. Where one is missing, a message says what to install. Of these
 packages files are read; only the module that defines EfficientNet-Lite is imported.
 
-`Body.digest` decides whether features of two files may be added. It covers the weights as they are shipped and the
-preprocessing, and no version, machine or time.
+`Body.digest` decides whether features of two files may be added. It covers the weights as they are shipped, the
+preprocessing and the file of a user's own code, and no version, machine or time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Body:
     name : for people.
     file : an ONNX file, or weights of `make`.   weights : their SHA-256.
     make : returns the network for `file`, which takes float32 (n, 3, side, side) and returns (n, width) or maps
-        (n, width, h, w); None for an ONNX file.
+        (n, width, h, w); None for an ONNX file.   code : SHA-256 of the file that defines a user's `make`.
     size : side in pixels to which pictures are resized; 0 = as the ONNX file says.
     mean, std : of grey levels 0 .. 255, one for all channels or one for each; empty for texts and for other arrays.
     tokenizer : a file `tokenizer.json`; empty if the body takes no texts.   tokens : the most that a text may have.
@@ -50,6 +50,7 @@ class Body:
     file: Path
     weights: str
     make: Callable[[Path], nn.Module] | None = None
+    code: str = ""
     size: int = 0
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -74,6 +75,7 @@ class Body:
             "norm": int(texts),
             "tokens": self.tokens,
             "width": self.width,
+            **({"code": self.code} if self.code else {}),
         }
 
     @property
@@ -204,7 +206,9 @@ def own(
         raise BadRequest("mean and std go together, and a deviation is above 0: give both in grey levels 0 .. 255")
     words = Path(tokenizer).expanduser() if tokenizer else None
     if words is not None and not words.is_file():
-        raise BadRequest(f"tokenizer = '{tokenizer}' is no file: give the tokenizer.json of the body")
+        raise BadRequest(f"tokenizer = '{tokenizer}' does not exist: give the tokenizer.json of the body")
+    if tokens and words is None:
+        raise BadRequest("tokens limits texts: give the tokenizer of the body too, or leave it out")
     levels = {"mean": tuple(map(float, mean)), "std": tuple(map(float, std))}
     common: dict[str, Any] = {"size": size, **levels, "tokenizer": words}
     common["tokens"] = (tokens or TOKENS) if words is not None else 0
@@ -214,12 +218,16 @@ def own(
         file = Path(source).expanduser()
         if file.suffix.lower() != ".onnx" or not file.is_file():
             raise BadRequest(
-                f"the body '{source}' is no ONNX file: give FILE.onnx, module:function, or one of {', '.join(NAMES)}"
+                f"the body '{source}' is not an ONNX file: give FILE.onnx, module:function or one of {', '.join(NAMES)}"
             )
         return Body(file.name, file, weights.checksum(str(file)), **common)
     if not stored or not size or words is not None:
         raise BadRequest(f"the body '{source}' is code and takes pictures: give weights, size, mean and std")
-    return Body(source, Path(stored), weights.checksum(stored), partial(_made, source), **common)
+    code = plugins.code_file(source)
+    if code is None:
+        raise BadRequest(f"the body '{source}': no source file of its module is found, which its digest covers")
+    digest = hashlib.sha256(code.read_bytes()).hexdigest()
+    return Body(source, Path(stored), weights.checksum(stored), partial(_made, source), digest, **common)
 
 
 def _made(source: str, file: Path) -> nn.Module:

@@ -126,7 +126,9 @@ def source(data: str, text: str, values: Mapping[str, Any]) -> Source:
     settings, place = configuration.validated(values).data, Path(data).expanduser()
     if text:
         if place.suffix.lower() not in FORMS or not place.is_file():
-            raise BadRequest(f"{data} is no file with a column of texts: give one of {', '.join(FORMS)}")
+            raise BadRequest(
+                f"{data} cannot have a column of texts: give a file that ends with one of {', '.join(FORMS)}"
+            )
         return Source("", str(place), settings, text)
     if data in datasets.DATASET_NAMES or data in datasets.installed():
         return Source(data, settings.data_dir, settings)
