@@ -721,7 +721,7 @@ class FedClient(PositionalClient):
         """Return checksums of what is not sent and is the same everywhere: frozen layers, a body of given features."""
         stored = self.task.settings.weights
         found: dict[str, Scalar] = {"weights": weights.checksum(stored)} if stored and self.task.settings.freeze else {}
-        return found | ({"body": self.task.extras["body"]} if "body" in self.task.extras else {})
+        return found | ({"body": self.task.inputs.body} if self.task.inputs.body else {})
 
 
 @functools.lru_cache(maxsize=16)

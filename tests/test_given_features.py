@@ -19,7 +19,7 @@ from fedapp.engines import local, runner
 from fedapp.errors import BadRequest
 from fedapp.experiments.api import compare
 from fedapp.learning.state import read_safetensors
-from fedapp.results import report
+from fedapp.results import predict, report
 from fedapp.results.runs import RunResult
 from fedapp.tasks.node import Node, node_task
 from tests.matrix import methods
@@ -104,8 +104,16 @@ def test_the_head_is_the_ridge_regression_of_all_rows(tmp_path: Path, tiny: Tiny
     right = float(((h[~train] @ wanted.T).argmax(axis=1) == y[~train]).mean())
     assert run.summary["accuracy"]["global"]["last"] == pytest.approx(right)
     assert run.summary["calibration"]["extractor"] == "none: the head is on the data's features"
-    probabilities = load(run.out).predict(z[~train].astype(np.float32))
+    net = load(run.out)
+    probabilities = net.predict(z[~train].astype(np.float32))
     assert (probabilities.argmax(axis=1) == (h[~train] @ wanted.T).argmax(axis=1)).all()
+    assert len(predict.run(net, [place])) == len(z)
+    other, kept = features(tmp_path / "g.npz", body="b"), run.out / "models" / "clients" / "0" / "personal.safetensors"
+    for same in (net, predict.read_model(kept)):
+        with pytest.raises(
+            BadRequest, match="of the body bbbbbbbb, and this model was trained on features of aaaaaaaa"
+        ):
+            predict.run(same, [other])
 
 
 def test_nothing_is_trained_so_there_is_no_round(

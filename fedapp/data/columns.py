@@ -249,7 +249,7 @@ def of_clients(root: Path, files: Mapping[Path, Mapping[str, Array]]) -> Own:
     ------
     BadRequest : columns are wrong, or the files differ in their classes.
     """
-    bodies = {_body(path, arrays): path for path, arrays in files.items()}
+    bodies = {body_of(path, arrays): path for path, arrays in files.items()}
     if len(bodies) > 1:
         of = ", ".join(f"{path.name} {f'of {body[:8]}' if body else 'of none'}" for body, path in [*bodies.items()][:3])
         raise BadRequest(f"{root}: the files hold features of different bodies ({of}): extract all with one body")
@@ -350,7 +350,13 @@ def _about(where: object, arrays: Mapping[str, Array]) -> dict[str, Any]:
     raise BadRequest(f"{where}: about is not as fedapp features writes it: extract the features again")
 
 
-def _body(where: object, arrays: Mapping[str, Array]) -> str:
+def body_of(where: object, arrays: Mapping[str, Array]) -> str:
+    """Return the SHA-256 of the body that the features of a file are from; empty for other data.
+
+    Raises
+    ------
+    BadRequest : `about` is damaged.
+    """
     return str(_about(where, arrays).get(BODY, ""))
 
 

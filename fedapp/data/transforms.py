@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from fedapp.data.columns import BODY
 from fedapp.data.variations import vary
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, torch
@@ -70,6 +71,7 @@ class InputSpec:
     binary : per feature of a table: whether it has at most two values, such as a one-hot column. Empty = none has.
     features : names of a table's features; `column=category` is one category of a text column. Empty = unknown.
     columns : the column of the table that each feature is read from. Empty = unknown.
+    body : SHA-256 of the pretrained body whose features the samples are. Empty = they are no features, or unknown.
     """
 
     shape: tuple[int, ...]
@@ -80,6 +82,7 @@ class InputSpec:
     binary: tuple[bool, ...] = ()
     features: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    body: str = ""
 
     @classmethod
     def of(cls, dataset: Dataset) -> InputSpec:
@@ -87,7 +90,8 @@ class InputSpec:
         d = dataset
         texts = {f"{name}={category}": name for name, found in d.categories.items() for category in found}
         columns = tuple(texts.get(feature, feature) for feature in d.features)
-        return cls(d.shape, d.scale, d.mean, d.std, d.kind, features=d.features, columns=columns)
+        body = str(d.about.get(BODY, ""))
+        return cls(d.shape, d.scale, d.mean, d.std, d.kind, features=d.features, columns=columns, body=body)
 
     @property
     def sides(self) -> tuple[int, int]:

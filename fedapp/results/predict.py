@@ -24,7 +24,7 @@ from fedapp import plugins, registry
 from fedapp.config import RunConfig
 from fedapp.core import names
 from fedapp.data import datasets, tables
-from fedapp.data.columns import read_npz, samples
+from fedapp.data.columns import BODY, body_of, read_npz, samples
 from fedapp.data.moments import Samples
 from fedapp.data.names import is_there
 from fedapp.data.pictures import FORMATS, check_depth, pixels
@@ -55,6 +55,7 @@ def described(inputs: InputSpec, classes: Sequence[str]) -> dict[str, object]:
     """Return what a stored model needs to know of the data, as JSON values."""
     names = ("shape", "kind", "scale", "mean", "std", "binary", "features", "columns")
     values = {name: getattr(inputs, name) for name in names} | {"classes": tuple(classes)}
+    values |= {BODY: inputs.body} if inputs.body else {}
     return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()} | {"num_classes": len(classes)}
 
 
@@ -303,7 +304,7 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     inputs = InputSpec(
         shape, float(head["scale"]), tuple(map(float, head["mean"])), tuple(map(float, head["std"])),
         str(head.get("kind", "image")), tuple(map(bool, head.get("binary", ()))),
-        tuple(map(str, head.get("features", ()))), tuple(map(str, head.get("columns", ()))),
+        tuple(map(str, head.get("features", ()))), tuple(map(str, head.get("columns", ()))), str(head.get(BODY, "")),
     )  # fmt: skip
     classes = classes or tuple(str(i) for i in range(spec.num_classes))
     named = {len(inputs.columns), len(inputs.features)} if inputs.columns else set()
@@ -375,7 +376,7 @@ def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
 
     Raises
     ------
-    BadRequest : the file cannot be read, or it does not fit the model.
+    BadRequest : the file cannot be read, or it does not fit the model, or its features are of another body.
     """
     suffix = path.suffix.lower()
     if suffix not in (".npz", ".csv", ".parquet"):
@@ -392,7 +393,12 @@ def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
         arrays = read_npz(path)
         if "x" not in arrays:
             raise BadRequest(f"{path}: no column 'x' (found: {', '.join(sorted(arrays)) or 'none'})")
-        x = arrays["x"]
+        x, body = arrays["x"], body_of(path, arrays)
+        if body and net.inputs.body not in ("", body):
+            raise BadRequest(
+                f"{path} holds features of the body {body[:8]}, and this model was trained on features of "
+                f"{net.inputs.body[:8]}: extract the features with that body"
+            )
     return x, [f"{path}:{row}" for row in range(len(x))]
 
 

@@ -28,7 +28,7 @@ from fedapp import plugins, registry
 from fedapp.config import RunConfig, check_node
 from fedapp.core.privacy import Privacy
 from fedapp.data import datasets, natural, partitions
-from fedapp.data.columns import BODY, PLAIN
+from fedapp.data.columns import PLAIN
 from fedapp.data.moments import Samples
 from fedapp.data.names import composed, is_there
 from fedapp.data.transforms import InputSpec
@@ -327,13 +327,11 @@ class OwnData:
     rows : images (n, ...) as in a `Dataset` and labels (n,) int64 of `train`, `test` and, if it has any, `validation`.
     classes : the federation's class names.
     inputs : how the images are normalised.
-    body : SHA-256 of the pretrained body that they are features of; empty for all other data.
     """
 
     rows: Mapping[str, tuple[Samples, NDArray[np.int64]]]
     classes: tuple[str, ...]
     inputs: InputSpec
-    body: str = ""
 
 
 def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
@@ -418,7 +416,7 @@ def _read(place: Path, classes: tuple[str, ...] | None, settings: DataSettings) 
     how = "none" if data.about and settings.normalise == "auto" else settings.normalise
     inputs = simulated.fitted(inputs, taken["train"][0], how)
     labelled = {part: (x, table[y]) for part, (x, y) in taken.items()}
-    return OwnData(labelled, classes or data.classes, inputs, str(data.about.get(BODY, "")))
+    return OwnData(labelled, classes or data.classes, inputs)
 
 
 def node_task(config: RunConfig, node: Node, device: torch.device, images: int = partitions.UNION) -> Task:
@@ -442,7 +440,6 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
         inputs = simulated.with_weights(config, data.inputs)
         public = node_images(config, data.inputs)
         extras: dict[str, Any] = {} if public is None else {"public": torch.from_numpy(public).to(device)}
-        extras |= {BODY: data.body} if data.body else {}
         rows = {part: simulated.on_device(taken, device) for part, taken in data.rows.items()}
         task = simulated.assemble(config, node.client, len(data.classes), inputs, rows, extras)
         classes = data.classes
@@ -451,7 +448,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
         task = simulated.simulated_task(config, node.client, total, device, images)
         classes = simulated.federated(config, total).dataset.classes
     task = replace(task, model=node.model or task.model, extras={**task.extras, "classes": classes})
-    if BODY in task.extras and task.model != IDENTITY:
+    if task.inputs.body and task.model != IDENTITY:
         raise BadRequest(
             f"this node's data are features of a pretrained body, and the run's model is {task.model}: set model = "
             f"{IDENTITY}"

@@ -16,7 +16,7 @@ from fedapp import process, sampling
 from fedapp.config import RunConfig, check_liars
 from fedapp.data import datasets, flower, natural, partitions
 from fedapp.data.cache import file_identity
-from fedapp.data.columns import BODY, SHOWN
+from fedapp.data.columns import SHOWN
 from fedapp.data.dataset import Dataset, View, sample
 from fedapp.data.moments import Rows, Samples, binary, moments
 from fedapp.data.partitions import Partition
@@ -420,7 +420,6 @@ def simulated_task(
     parts = ("train", "test", "validation") if config.data.validation else ("train", "test")
     rows = {part: data.tensors(part, client, device) for part in parts}
     extras: dict[str, Any] = {} if data.public is None else {"public": data.public_tensor(device)}
-    extras |= {BODY: data.dataset.about[BODY]} if data.dataset.about else {}
     task = assemble(config, client, data.dataset.num_classes, data.inputs_of(client), rows, extras)
     x_union, y_union = data.union(images, device)
     return replace(task, x_union=x_union, y_union=y_union)
