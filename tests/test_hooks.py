@@ -205,7 +205,7 @@ def test_noise_of_an_answer_before_round_1_is_drawn_and_booked_once(
             calls.append(self.task.client)
             return super().answer("sums", payload)
 
-    asked = {"train": {}, "prepare": {"sums": class_sums(True, False)}}
+    asked = {"train": {}, "prepare": {"sums": class_sums(True, False, False)}}
     early = dataclasses.replace(method, strategy=Early, client=Answers, queries=("prepare",), reduces=asked)
     monkeypatch.setattr(RunConfig, "method_and_hparams", lambda self: (early, hparams))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -226,3 +226,17 @@ def test_dropped_answers_from_before_round_1_stay_with_the_state_of_round_0(
     path.write_text("round,client,stage,reason\n0,1,query.prepare,late\n1,1,train,late\n")
     RunDirectory(result.out, result.config, known)
     assert ("0,1,query.prepare" in path.read_text()) == stays and "1,1,train" not in path.read_text()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_dropped_messages_of_secure_sums_stay_with_their_round(ended: bool, tiny: Tiny) -> None:
+    """After `final.csv` those of the last round may be those of `finalize`, which is repeated."""
+    result = tiny(method="local", rounds=1)
+    if not ended:
+        (result.out / "final.csv").unlink()
+    rows = ["0,1,query.prepare,late", "0,1,query.keys,late", "1,1,query.shares,late", "1,1,train,late"]
+    last, repeated = ["2,2,query.unmask,late"], ["0,1,query.sums,late", "2,1,evaluate,late", "2,1,query.sums,late"]
+    path = result.out / "dropped.csv"
+    path.write_text("\n".join(["round,client,stage,reason", *rows, *last, *repeated]) + "\n")
+    RunDirectory(result.out, result.config, 2)
+    assert path.read_text().splitlines()[1:] == [*rows, *([] if ended else last)]

@@ -51,6 +51,7 @@ from fedapp.results.cells import cell, uncelled
 from fedapp.results.statistics import Floats, measured
 from fedapp.settings.evaluation import CONFUSION
 from fedapp.transport.offences import Blocked, Dropped
+from fedapp.transport.request import WITHOUT_DATA
 
 Columns: TypeAlias = Mapping[str, Floats]
 """A table of numbers by column, NaN for empty cells."""
@@ -287,16 +288,21 @@ class RunDirectory:
     def _forget_rounds(self, last: int) -> None:
         """Remove what a resumed run does again: rounds after `last`, and what followed the last round.
 
-        An evaluation between rounds that `evaluations.csv` holds is not repeated, nor is what was asked before round 1
-        (round 0), so their dropped replies stay.
+        Dropped replies stay where their exchange is not repeated: those of trainings with the messages of secure sums,
+        of the query before round 1, and of evaluations between rounds that `evaluations.csv` holds. After `final.csv`
+        the messages of secure sums in round `last` may be those of `finalize`, which is repeated.
         """
         for name in ("rounds.csv", "clients.csv", "evaluations.csv", "dropped.csv"):
             keep_rows(self.path / name, lambda row: int(row[0]) <= last)
         evaluated = {row["round"] for row in self._rows("evaluations.csv")}
-        keep_rows(
-            self.path / "dropped.csv",
-            lambda row: row[0] == "0" or row[2] == "train" or (row[2] == "evaluate" and row[0] in evaluated),
-        )
+        repeated = last if last and (self.path / "final.csv").exists() else last + 1
+
+        def stays(row: list[str]) -> bool:
+            if row[2] in WITHOUT_DATA:
+                return int(row[0]) < repeated
+            return row[2] in ("train", "query.prepare") or (row[2] == "evaluate" and row[0] in evaluated)
+
+        keep_rows(self.path / "dropped.csv", stays)
 
     def append(self, name: str, *rows: Mapping[str, Any]) -> None:
         """Append rows to a CSV file; the first row writes the header.
