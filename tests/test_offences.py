@@ -211,15 +211,18 @@ class Wild(Strategy):
         return {**new, "model": {n: a * np.float32(scale) for n, a in new["model"].items()}, "noted": noted}
 
 
+def use_strategy(strategy: type[Strategy], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs have FedAvg with another server."""
+    method = from_flat({"method": "fedavg"}).method_and_hparams()[0]
+    found = replace(method, strategy=strategy), method.hparams()
+    monkeypatch.setattr(server_app.configuration.RunConfig, "method_and_hparams", lambda self: found)
+
+
 @pytest.mark.parametrize("factor", [1e3, np.inf])
 def test_a_void_round_leaves_the_model_and_two_in_a_row_end_the_run(
     factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method = from_flat({"method": "fedavg"}).method_and_hparams()[0]
-    monkeypatch.setattr(
-        server_app.configuration.RunConfig, "method_and_hparams",
-        lambda self: (replace(method, strategy=Wild), method.hparams()),
-    )  # fmt: skip
+    use_strategy(Wild, monkeypatch)
     monkeypatch.setattr(Wild, "rounds", {2})
     monkeypatch.setattr(Wild, "factor", factor)
     run = federate(tmp_path / "run", [], grown(1, set()), 3, rounds=3, max_growth=10.0, **{**FEW, "method": "fedavg"})
@@ -320,11 +323,7 @@ def test_the_second_time_the_run_begins_anew_and_so_do_the_clients(
 
 def test_a_resumed_run_goes_back_as_far_past_a_void_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state before the last round that counts is an older one than that before a void round."""
-    method = from_flat({"method": "fedavg"}).method_and_hparams()[0]
-    monkeypatch.setattr(
-        server_app.configuration.RunConfig, "method_and_hparams",
-        lambda self: (replace(method, strategy=Wild), method.hparams()),
-    )  # fmt: skip
+    use_strategy(Wild, monkeypatch)
     monkeypatch.setattr(Wild, "rounds", {2})
     monkeypatch.setattr(Wild, "factor", np.inf)
     settings = {**FEW, "method": "fedavg"}
@@ -336,6 +335,73 @@ def test_a_resumed_run_goes_back_as_far_past_a_void_round(tmp_path: Path, monkey
     assert taken[0] == taken[1] and taken[0][0].startswith("what came before round 3")
     states = [checkpoint.load(r.out / "checkpoint", 3)[1]["model"] for r in (straight, resumed)]
     assert all(np.array_equal(states[0][name], array) for name, array in states[1].items())
+
+
+def test_a_resumed_run_goes_back_to_the_beginning_where_the_earlier_state_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier state is that of round 2; after round 5 its checkpoint is removed."""
+    use_strategy(Wild, monkeypatch)
+    monkeypatch.setattr(Wild, "rounds", {5})
+    monkeypatch.setattr(Wild, "factor", np.inf)
+    settings, found = {**FEW, "method": "fedavg"}, []
+    for name, parts in (("straight", (6,)), ("resumed", (5, 6))):
+        first, second = times("train", "4", 1, nan_arrays), times("train", "6", 1, nan_arrays)
+        for rounds in parts:
+            given = {**settings, "rounds": rounds, "resume": rounds != parts[0]}
+            run = federate(tmp_path / name, [0, 1, 2], lambda kind, r: second(kind, first(kind, r)), **given)  # type: ignore[arg-type]  # noqa: B023
+        assert "what came before round 6" in run.summary["warnings"][-1]
+        found.append(state_after(run)["model"])
+    assert all(np.array_equal(found[0][name], array) for name, array in found[1].items())
+
+
+class Prepared(Strategy):
+    """A server that changes its state before round 1 and asks no client."""
+
+    def prepare(self, state: Any, query: Any) -> Any:
+        return {**state, "prepared": 1}
+
+
+@pytest.mark.parametrize(("parts", "spoiled", "left"), [((2,), "2", 1), ((1, 2), "2", 1), ((3,), "3", 2)])
+def test_a_rollback_to_the_beginning_keeps_the_prepared_state(
+    parts: tuple[int, ...], spoiled: str, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_strategy(Prepared, monkeypatch)
+    lie = times("train", spoiled, left, nan_arrays)
+    for rounds in parts:
+        given = {**FEW, "method": "fedavg", "rounds": rounds, "resume": rounds != parts[0]}
+        run = federate(tmp_path / "run", [0, 1, 2], lie, **given)
+    assert "taken back" in run.summary["warnings"][-1] and state_after(run)["prepared"] == 1
+
+
+@pytest.mark.parametrize("nodes", [False, True])
+def test_a_client_that_is_blocked_in_an_attempt_gets_no_message_in_the_next(nodes: bool, tmp_path: Path) -> None:
+    """Client 0 spoils the model in round 1, and is blocked in the attempt at round 2 that is taken back."""
+
+    def lie(stage: str, reply: Message) -> Message:
+        if stage == "train" and reply.metadata.group_id.split()[0] == "1":
+            return change_arrays(reply, lambda n, a: np.full_like(a, 9e3))
+        return impossible(stage, reply)
+
+    settings = {**FEW, "method": "fedavg", "lr": 0.05, "max_growth": 0}
+    run = federate(tmp_path / "run", [0], lie, 4, nodes=nodes, rounds=2, **settings)
+    assert "taken back" in run.summary["warnings"][-1] and run.summary["blocked"] == [0]
+    assert list(run.rounds["clients"]) == [4, 3]
+
+
+def test_a_rollback_leaves_no_spoiled_model_as_the_best(tmp_path: Path) -> None:
+    """Round 3 is repeated from the state of round 1, so its `received` scores that one."""
+
+    def lie(stage: str, reply: Message) -> Message:
+        hit = stage == "train" and reply.metadata.group_id == "2"
+        return change_arrays(reply, lambda n, a: np.full_like(a, 9e3)) if hit else reply
+
+    more = {"method": "fedavg", "lr": 0.05, "fraction_train": 0.5, "protocols": "received,trained"}
+    run = federate(tmp_path / "run", range(6), lie, 6, rounds=3, **{**FEW, **more})
+    arrays, header = read_safetensors(run.out / "models" / "best.safetensors")
+    kept = checkpoint.load(run.out / "checkpoint", 1)[1]["model"]
+    assert header["round"] == 1 and header["received_accuracy"] == run.rounds["received_accuracy"][2]
+    assert all(np.array_equal(kept[name], array) for name, array in arrays.items())
 
 
 def test_a_model_that_is_spoiled_for_a_few_is_taken_back_where_each_of_them_is_needed(tmp_path: Path) -> None:

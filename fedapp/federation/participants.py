@@ -170,8 +170,12 @@ class Participants:
         clients: Sequence[int],
         checks: Callable[[Check], Check],
     ) -> Exchange:
-        """Let clients train on what `send_each` makes of a state; `checks` wraps the check of a reply."""
+        """Let clients train on what `send_each` makes of a state; `checks` wraps the check of a reply.
+
+        A client that an earlier attempt at the round blocked gets no message.
+        """
         strategy, exchange = self.strategy, Exchange("train", server_round)
+        clients = [c for c in clients if c in self.manager.nodes]
         payloads = strategy.send_each(state, server_round, clients)
         shapes = {name: array.shape for name, array in strategy.context.initial.items()}
         expected = strategy.method.expected(strategy.hparams, shapes)
@@ -214,6 +218,12 @@ class Participants:
     def require(self, exchange: Exchange) -> None:
         """Raise `RoundFailed` or `Spoiled` unless enough of the replies count."""
         self.manager.require(exchange.traffic, exchange.round)
+
+    def wait_for(self, exchange: Exchange, replies: Iterable[Reply]) -> list[Reply]:
+        """Return all replies of an exchange, after the check that enough of them count."""
+        arrived = list(replies)
+        self.require(exchange)
+        return arrived
 
     def query(self, at: Progress) -> Query:
         """Return the function with which a method asks all clients at `at`."""

@@ -110,7 +110,7 @@ def save(
     arrays, scalars = flatten(state)
     more, values = flatten(remembered)
     private_folder(folder, durable=True)
-    path = folder / f"round-{server_round:06d}.safetensors"
+    path = path_of(folder, server_round)
     if not arrays:
         arrays = {"_": np.zeros(0, np.float32)}
     header = {"schema": SCHEMA, **(identity or {}), "round": server_round}
@@ -232,18 +232,18 @@ def link(folder: Path, server_round: int, to: Path) -> None:
     OSError : there is no such checkpoint, or `to` is not writable.
     """
     to.mkdir(exist_ok=True)
-    name = f"round-{server_round:06d}.safetensors"
-    (to / name).unlink(missing_ok=True)
+    old, new = path_of(folder, server_round), path_of(to, server_round)
+    new.unlink(missing_ok=True)
     try:
-        (to / name).hardlink_to(folder / name)
+        new.hardlink_to(old)
     except OSError:
-        shutil.copyfile(folder / name, to / name)
+        shutil.copyfile(old, new)
 
 
 def only(folder: Path, server_round: int) -> None:
     """Remove the checkpoints of all other rounds from a folder."""
     for path in folder.glob("round-*.safetensors"):
-        if path.name != f"round-{server_round:06d}.safetensors":
+        if path != path_of(folder, server_round):
             path.unlink(missing_ok=True)
 
 
@@ -254,4 +254,9 @@ def load(folder: Path, server_round: int) -> Found:
     ------
     StateError : it is not there or cannot be read.
     """
-    return _read(folder / f"round-{server_round:06d}.safetensors")
+    return _read(path_of(folder, server_round))
+
+
+def path_of(folder: Path, server_round: int) -> Path:
+    """Return the file of the checkpoint after one round."""
+    return folder / f"round-{server_round:06d}.safetensors"

@@ -60,12 +60,14 @@ class Rollback(Hook):
             self.before = self.read(self.before_round)
 
     def read(self, server_round: int) -> Progress | None:
-        """Return the point after a round from its checkpoint, or None without one."""
+        """Return the point after a round from its checkpoint, or None; round 0 has a file only with a `prepare`."""
+        folder, strategy = self.run.directory.path / "checkpoint", self.run.cohort.strategy
+        if not server_round and not checkpoint.path_of(folder, 0).exists():
+            return Progress(0, strategy.init(strategy.context))
         try:
-            _, state, remembered = checkpoint.load(self.run.directory.path / "checkpoint", server_round)
+            _, state, remembered = checkpoint.load(folder, server_round)
         except StateError:
-            strategy = self.run.cohort.strategy
-            return None if server_round else Progress(0, strategy.init(strategy.context))
+            return None
         return Progress(server_round, state, states_of(remembered["Cohort"]))
 
     def bound(self) -> str:
@@ -81,7 +83,7 @@ class Rollback(Hook):
     def recover(self, at: Progress, server_round: int, error: Spoiled) -> Progress | None:
         """Return the earlier state; clients go back with it."""
         to = self.read(0) if self.times else self.before
-        if self.before is None or to is None or not self.can_recover():
+        if to is None or not self.can_recover():
             return None
         self.times += 1
         self.run.cohort.restore(at)
@@ -95,9 +97,7 @@ class Rollback(Hook):
         cohort = self.run.cohort
         if not self.times or cohort.strategy.policy.robust.rules or cohort.secure is not None:
             return replies
-        arrived = list(replies)
-        cohort.require(exchange)
-        return iter(self.shortened(at, exchange.round, arrived))
+        return iter(self.shortened(at, exchange.round, cohort.wait_for(exchange, replies)))
 
     def shortened(self, at: Progress, server_round: int, replies: Sequence[Reply]) -> list[Reply]:
         """Return replies of which no model changed more than the median client's."""
@@ -149,8 +149,7 @@ class EnoughForRules(Hook):
         cohort = self.run.cohort
         if not cohort.strategy.policy.robust.rules:
             return replies
-        arrived = list(replies)
-        cohort.require(exchange)
+        arrived = cohort.wait_for(exchange, replies)
         if self.asked_for.rules:
             # A client that was blocked lies no more, so that the rule has fewer liars to bear.
             liars = max(0, self.asked_for.robust_f - len(cohort.manager.offences.blocked))

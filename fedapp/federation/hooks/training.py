@@ -24,32 +24,32 @@ class BestModel(Hook):
 
     Attributes
     ----------
-    best : highest accuracy so far.   sent : the arrays that the present round has sent.
+    best : highest accuracy so far.   sent : the arrays that the present round has sent, after the first round.
+    made_in : the round that made them.
     """
 
     remembers = ("best",)
     best: float | None = None
     sent: Arrays | None = None
+    made_in = 0
 
-    def begin(self, at: Progress, rounds: int) -> None:
-        """Take the arrays that a resumed run sends next."""
-        self.sent = published(self.run.strategy, at.state) if at.round else None
+    def judge(self, at: Progress, outcome: Outcome) -> None:
+        """Take the arrays that the round has sent. After a rollback they are those of an earlier round."""
+        self.sent, self.made_in = published(self.run.strategy, at.state) if at.round else None, at.round
 
     def after_round(self, at: Progress, outcome: Outcome) -> None:
         """Write the models."""
         row, header, folder = outcome.exchange.row, self.run.header, self.run.directory.path / "models"
-        made, sent = published(self.run.strategy, at.state), self.sent
-        self.sent = made
+        made = published(self.run.strategy, at.state)
         if made is None:
             return
         scored_now = not math.isnan(row.get("global_accuracy", math.nan))
         key = "global_accuracy" if scored_now else "received_accuracy"
-        scored = made if scored_now else sent
+        scored, of = (made, row["round"]) if scored_now else (self.sent, self.made_in)
         value = row.get(key, math.nan)
         write_safetensors(folder / "last.safetensors", made, {**header, "round": row["round"]})
         if scored is not None and not math.isnan(value) and (self.best is None or value > self.best):
             self.best = value
-            of = row["round"] if scored_now else row["round"] - 1
             write_safetensors(folder / "best.safetensors", scored, {**header, "round": of, key: value})
 
 
@@ -131,12 +131,12 @@ def number(value: Any) -> Any:
 class Checkpoint(Hook):
     """Writes the state of the method with those of all hooks after each round.
 
-    A state that `prepare` has made by asking clients is written as that of round 0, so that it is not asked twice.
+    The state from `prepare` is written as that of round 0, so that clients are not asked twice and a rollback to the
+    beginning has it.
     """
 
     remembers = ("seconds",)
     earlier = 0.0
-    asked = False
 
     @property
     def seconds(self) -> float:
@@ -148,17 +148,13 @@ class Checkpoint(Hook):
         self.earlier = float(state["seconds"])
 
     def begin(self, at: Progress, rounds: int) -> None:
-        """Write what was made before round 1."""
-        if self.asked:
+        """Write the state from `prepare`."""
+        if not at.round and type(self.run.strategy).prepare is not Maths.prepare:
             self.save(at)
 
     def after_round(self, at: Progress, outcome: Outcome) -> None:
         """Write the checkpoint of a round."""
         self.save(at)
-
-    def after_query(self, exchange: Exchange) -> None:
-        """Note that clients were asked before round 1."""
-        self.asked = exchange.round == 0
 
     def save(self, at: Progress) -> None:
         """Write a checkpoint."""
