@@ -102,9 +102,15 @@ def test_a_folder_of_jpegs_by_site_keeps_its_labels_sites_and_parts(photos: Path
     body = picture_body(tmp_path / "body.onnx")
     found = fedapp.features(photos, body, tmp_path / "f.npz", size=SIDE, **GREY, workers=1)
     data = datasets.load("npz", found.out)
-    pictures = datasets.load("folder", photos, extraction.source(str(photos), "", {"image-size": SIDE}).settings)
-    x, y = pictures.take(np.arange(18))
-    assert np.allclose(data.take(np.arange(18))[0], by_hand(body, x), rtol=2e-3, atol=1e-4)
+    pictures = datasets.load("folder", photos)
+    y = pictures.pool_labels
+    files = extraction.source(str(photos), "", {}).pictures
+    for row, file in enumerate(files):
+        x = np.asarray(Image.open(file))
+        np.savez(tmp_path / "one.npz", x=np.stack([x, x]), y=[0, 1])
+        one = fedapp.features(tmp_path / "one.npz", body, tmp_path / f"one{row}.npz", size=SIDE, **GREY, workers=1)
+        assert one.about["body"] == found.about["body"]
+        assert np.array_equal(data.take(np.array([row]))[0][0], datasets.load("npz", one.out).x_train[0])
     assert np.array_equal(data.pool_labels, y) and data.classes == ("cat", "dog")
     assert data.owner_names == ("north", "south") and np.array_equal(data.owners, pictures.owners)
     assert (data.num_train, data.num_test) == (12, 6) and data.kind == "table"
@@ -432,14 +438,20 @@ def test_a_known_body_whose_file_has_another_digest_is_refused(tmp_path: Path, m
 
 
 def test_the_command_says_what_comes_next(photos: Path, tmp_path: Path) -> None:
+    tmp_path = tmp_path / "with space"
+    tmp_path.mkdir()
+    (photos / "north" / "train" / "cat" / "0.jpg").write_bytes(b"no picture")
     body = picture_body(tmp_path / "body.onnx")
     words = ["features", str(photos), "--with", str(body), "--out", str(tmp_path / "f.npz"), "--size", str(SIDE)]
     refused = CliRunner().invoke(app, [*words, "--mean", "a", "--std", "1"])
     assert isinstance(refused.exception, BadRequest) and "--mean a: write a number" in str(refused.exception)
-    done = CliRunner().invoke(app, [*words, "--mean", "127", "--std", "128"])
+    done = CliRunner().invoke(app, [*words, "--mean", "127", "--std", "128", "--set", "skip-bad=true"])
     assert done.exit_code == 0, done.output
-    assert "18 rows of 5 features, 0 of them 0 everywhere" in done.output
-    assert f"next: fedapp run --method fed3r --dataset npz --set data-dir={tmp_path / 'f.npz'}" in done.output
+    assert "17 rows of 5 features, 0 of them 0 everywhere" in done.output
+    assert f"next: fedapp run --method fed3r --dataset npz --set 'data-dir={tmp_path / 'f.npz'}'" in done.output
+    assert "1 left out because they cannot be used: north/train/cat/0.jpg" in done.output
+    with np.load(tmp_path / "f.npz") as arrays:
+        assert json.loads(str(arrays["about"]))["left-out"] == ["north/train/cat/0.jpg"]
 
 
 # ---- the known bodies ------------------------------------------------------------------------------------------------

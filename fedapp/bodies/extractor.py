@@ -24,8 +24,7 @@ from fedapp.bodies.known import Body
 from fedapp.data.cache import cache_root
 from fedapp.errors import BadRequest, described
 from fedapp.files import atomic
-from fedapp.lazy import nn, torch
-from fedapp.models.own import resized
+from fedapp.lazy import F, nn, torch
 
 Float32 = npt.NDArray[np.float32]
 
@@ -130,7 +129,8 @@ class Extractor:
             rows = torch.from_numpy(np.array(x[start : start + size], np.float32))
             if self._channels:
                 mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (self.body.mean, self.body.std))
-                rows = (resized(rows.expand(-1, self._channels, -1, -1), self.body.size) - mean) / std
+                rows, side = rows.expand(-1, self._channels, -1, -1), (self.body.size,) * 2
+                rows = (F.interpolate(rows, side, mode="bilinear", align_corners=False) - mean) / std
             parts.append(self._run({name: rows.numpy()}))
         return np.concatenate(parts)
 

@@ -39,6 +39,7 @@ class Body:
     make : returns the network for `file`, which takes float32 (n, 3, side, side) and returns (n, width) or maps
         (n, width, h, w); None for an ONNX file.   code : SHA-256 of the file that defines a user's `make`.
     size : side in pixels to which pictures are resized; 0 = as the ONNX file says.
+    resize : the rule; other than `bilinear` where a library resizes the pictures before.
     mean, std : of grey levels 0 .. 255, one for all channels or one for each; empty for texts and for other arrays.
     tokenizer : a file `tokenizer.json`; empty if the body takes no texts.   tokens : the most that a text may have.
     pooling : `mean` over positions or tokens, or `none` where the network itself returns (n, width).
@@ -52,6 +53,7 @@ class Body:
     make: Callable[[Path], nn.Module] | None = None
     code: str = ""
     size: int = 0
+    resize: str = "bilinear"
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     tokenizer: Path | None = None
@@ -68,7 +70,7 @@ class Body:
             "weights": self.weights,
             "tokenizer": weights.checksum(str(self.tokenizer)) if texts else "",
             "size": self.size,
-            "resize": "bilinear" if self.size else "",
+            "resize": self.resize if self.size else "",
             "mean": list(self.mean),
             "std": list(self.std),
             "pooling": self.pooling,

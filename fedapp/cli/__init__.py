@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -329,10 +330,12 @@ def features(
         found = extraction.extract(given, chosen, out, workers, progress)
     about = found.about
     echo(f"{found.rows} rows of {about['width']} features, {about['dead-columns']} of them 0 everywhere")
+    if left := about.get("left-out"):
+        echo(f"{len(left)} left out because they cannot be used: {', '.join(left[:5])}{', ...' * (len(left) > 5)}")
     if cut := about.get("texts-cut"):
         echo(f"{cut} texts have more than {about['tokens']} tokens and were cut")
     echo(f"body {about['name']} {about['body'][:8]}, {found.seconds:.0f} s, written to {found.out}")
-    echo(f"next: fedapp run --method fed3r --dataset npz --set data-dir={found.out}")
+    echo(f"next: fedapp run --method fed3r --dataset npz --set {shlex.quote(f'data-dir={found.out}')}")
 
 
 Client = Annotated[

@@ -365,6 +365,16 @@ def pixels(picture: Any, shape: tuple[int, ...]) -> UInt8:
     return np.asarray(upright).reshape(shape)
 
 
+def whole(path: Path, channels: int) -> UInt8:
+    """Return a file's picture upright and in its own size, uint8 (H, W, channels)."""
+    from PIL import Image
+
+    with Image.open(path, formats=FORMATS) as picture:
+        picture.load()  # only then the EXIF tag of a PNG file is known
+        width, height = _upright(picture)
+        return pixels(picture, (height, width, channels))
+
+
 def check_format(source: Any) -> None:
     """Refuse a picture, a path or a stream, that another library decodes, as a folder's would be refused.
 

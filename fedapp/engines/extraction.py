@@ -27,8 +27,9 @@ from fedapp import config as configuration
 from fedapp.bodies import known
 from fedapp.bodies.extractor import Extractor
 from fedapp.bodies.known import Body
-from fedapp.data import datasets, tables
-from fedapp.data.columns import Array, features_problem, own
+from fedapp.data import datasets, pictures, tables
+from fedapp.data.cache import file_identity
+from fedapp.data.columns import PARTS, Array, features_problem, own
 from fedapp.data.dataset import Dataset
 from fedapp.engines import local, pool
 from fedapp.engines.resources import usable_cores
@@ -38,7 +39,7 @@ from fedapp.settings import DataSettings
 
 CHUNK = 256
 """Rows of a chunk."""
-KEYS = ("data-dir", "columns", "image-size", "layout", "skip-bad")
+KEYS = ("data-dir", "columns", "layout", "skip-bad")
 """Run-config keys that say how a data set is read."""
 FORMS = (".csv", ".json", ".jsonl", ".parquet")
 """Files that a column of texts may be in."""
@@ -77,7 +78,17 @@ class Source:
         """SHA-256 of the samples and of their columns."""
         rows: Any = self.found if isinstance(self.found, list) else dict(self.found.identity)
         columns = {name: column.tolist() for name, column in self.columns.items()}
-        return hashlib.sha256(json.dumps([rows, columns], sort_keys=True).encode()).hexdigest()
+        files = list(map(file_identity, self.pictures))
+        return hashlib.sha256(json.dumps([rows, columns, files], sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def pictures(self) -> list[Path]:
+        """The files of a folder of pictures in the order of the rows; empty for all other samples."""
+        if self.name != "folder" or isinstance(self.found, list):
+            return []
+        listing = pictures.listed(Path(self.place), self.settings.layout)
+        good = [p for p in listing.pictures if str(p.path.relative_to(listing.root)) not in self.found.skipped]
+        return [p.path for part in PARTS for p in good if p.part == part]
 
     def __len__(self) -> int:
         return len(self.columns["y"])
@@ -86,9 +97,9 @@ class Source:
         """Return the features (n, width) of neighbouring rows, float16."""
         if isinstance(self.found, list):
             return extractor.texts(self.found[rows.start : rows.stop]).astype(np.float16)
-        data, parts = self.found, []
-        for single in np.array_split(np.arange(rows.start, rows.stop), len(rows) if self.found.parts else 1):
-            x = data.take(single)[0]
+        data, parts, apart = self.found, [], bool(self.found.parts or self.pictures)
+        for single in np.array_split(np.arange(rows.start, rows.stop), len(rows) if apart else 1):
+            x = pictures.whole(self.pictures[single[0]], data.shape[0])[None] if self.pictures else data.take(single)[0]
             if data.kind == "image":  # levels 0 .. 16 of the digits too
                 x = x.transpose(0, 3, 1, 2) if data.scale == 255 else x.transpose(0, 3, 1, 2) * (255 / data.scale)
             parts.append(extractor.rows(x))
@@ -191,7 +202,7 @@ def features(
     text : column of texts of a `.csv`, `.json`, `.jsonl` or `.parquet` file.
     workers : processes, default one per core.
     progress : called with rows that are done and rows in all.
-    settings : run-config keys that say how the data are read, such as `image_size=224`.
+    settings : run-config keys that say how the data are read, such as `skip_bad=True`.
 
     Raises
     ------
@@ -200,7 +211,8 @@ def features(
 
     Notes
     -----
-    Repeat the same call to continue an interrupted one. Pictures of a folder are decoded at `size`.
+    Repeat the same call to continue an interrupted one. Pictures of a folder are decoded in their own size, and all are
+    resized by one rule, without antialiasing. Data sets of `hf` are cropped and resized by PIL, which is another body.
     """
     values = local.flat(settings)
     described = {"mean": tuple(mean), "std": tuple(std), "tokenizer": str(tokenizer), "tokens": tokens}
@@ -217,7 +229,7 @@ def extract(
         raise BadRequest(f"{out} exists already: choose another" if out.exists() else f"{out}: give a name with .npz")
     began = time.perf_counter()
     extractor = Extractor(body)
-    given = _sized(given, extractor.body)
+    given, extractor.body = _sized(given, extractor.body)
     data = given.found
     extractor.fit(None) if isinstance(data, list) else extractor.fit(data.shape, data.kind == "image")
     body, rows = extractor.body, len(given)
@@ -234,6 +246,7 @@ def extract(
         alive, cut = alive | x.any(axis=0), cut + count
     about = {**body.about(), "rows": rows, "dead-columns": int((~alive).sum()), "fedapp": __version__}
     about |= {"texts-cut": cut} if body.tokenizer else {}
+    about |= {"left-out": data.skipped} if isinstance(data, Dataset) and data.skipped else {}
     columns = {**given.columns, "about": np.array(json.dumps(about))}
     with _written(out):
         _write(out, columns, (rows, body.width), (chunks.read(n)[0] for n in range(len(chunks))))
@@ -241,11 +254,12 @@ def extract(
     return Extracted(out, rows, about, time.perf_counter() - began, there)
 
 
-def _sized(given: Source, body: Body) -> Source:
-    """Let pictures be decoded at the size of the body where the user does not say another."""
-    if not body.size or given.name not in ("folder", "hf") or given.settings.image_size != "auto":
-        return given
-    return Source(given.name, given.place, given.settings.replaced(image_size=body.size))
+def _sized(given: Source, body: Body) -> tuple[Source, Body]:
+    """Let PIL crop and resize pictures of `hf` to the size of the body, whose digest then says so."""
+    if not body.size or given.name != "hf":
+        return given, body
+    sized = Source(given.name, given.place, given.settings.replaced(image_size=body.size))
+    return sized, replace(body, resize="cropped, bilinear of PIL")
 
 
 @contextmanager
