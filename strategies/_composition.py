@@ -212,8 +212,7 @@ class PostHoc(Strategy):
             models = ", ".join(sorted({c.model for c in context.clients}))
             context.warn(
                 f"base=none trains nothing, and no weights were given: the head is made from the features of {models} "
-                "with random values. Give weights=FILE, or, where the data are features already, a model of your own "
-                "whose only layer is the head"
+                "with random values. Give weights=FILE, or set model=identity where the data are features already"
             )
         return state
 

@@ -24,9 +24,10 @@ import fedapp
 from fedapp.bodies import known
 from fedapp.bodies.extractor import Extractor
 from fedapp.cli import app
-from fedapp.data import datasets
+from fedapp.data import datasets, tables
 from fedapp.engines import extraction
 from fedapp.errors import BadRequest
+from fedapp.files import locked
 from tests.own_nets import pooled_body
 
 onnx = pytest.importorskip("onnx")
@@ -381,6 +382,38 @@ def test_texts_that_are_missing_are_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("question,label\nalpha,1\nalpha,0\n", encoding="utf-8")
     with pytest.raises(BadRequest, match="no texts, and no tokenizer is given"):
         fedapp.features(tmp_path / "t.csv", picture_body(tmp_path / "p.onnx"), tmp_path / "f.npz", text="question")
+
+
+def test_cells_that_are_not_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(json.dumps([{"q": "a", "label": 1}, {"q": ["b"], "label": 0}]), encoding="utf-8")
+    with pytest.raises(BadRequest, match="row 1 has list in 'q'"):
+        tables.texts(tmp_path / "t.json", "q", extraction.source("digits", "", {}).settings)
+
+
+def test_chunks_are_locked_checked_and_removed_alone(tmp_path: Path) -> None:
+    body, folder = picture_body(tmp_path / "body.onnx", side=SIDE), tmp_path / "f.npz.parts"
+    folder.mkdir()
+    (folder / "1 notes.npz").touch()
+    (folder / "000000.npz").write_bytes(b"cut")
+    with pytest.raises(BadRequest, match=r"000000\.npz is damaged: remove it"):
+        fedapp.features(pictures(tmp_path), body, tmp_path / "f.npz", **GREY)
+    (folder / "000000.npz").unlink()
+    with locked(folder / extraction.LOCK), pytest.raises(BadRequest, match="another process extracts"):
+        fedapp.features(pictures(tmp_path), body, tmp_path / "f.npz", **GREY)
+    fedapp.features(pictures(tmp_path), body, tmp_path / "f.npz", **GREY)
+    assert [path.name for path in folder.iterdir()] == ["1 notes.npz"]
+
+
+def test_a_worker_refuses_a_source_that_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = extraction.source(str(pictures(tmp_path)), "", {})
+    extractor = Extractor(known.own(str(picture_body(tmp_path / "b.onnx", side=SIDE)), mean=(127.0,), std=(128.0,)))
+    extractor.fit(given.found.shape, image=True)  # type: ignore[union-attr]
+    monkeypatch.setattr(extraction.pool, "begin_worker", lambda: None)
+    monkeypatch.setattr(extraction, "_mine", [])
+    chunks = extraction._Chunks(tmp_path, f"{'0' * 64} {extractor.body.digest}", 4)
+    extraction._begin(given, extractor.body, chunks)
+    with pytest.raises(BadRequest, match="has changed since the command began"):
+        extraction._make(0)
 
 
 @pytest.mark.parametrize(("kind", "message"), [("Log", "not finite"), ("Relu", "zeros alone")])

@@ -106,7 +106,7 @@ def read(files: Sequence[Path], root: Path, settings: DataSettings, node: bool =
 
 
 def texts(place: Path, column: str, settings: DataSettings) -> tuple[list[str], dict[str, Array]]:
-    """Read a column of texts and the columns that own data have beside their samples.
+    """Read a column of texts and the other columns of own data.
 
     Parameters
     ----------
@@ -126,6 +126,14 @@ def texts(place: Path, column: str, settings: DataSettings) -> tuple[list[str], 
         raise BadRequest(f"{place}: the table has no rows")
     faults: list[str] = []
     columns = {role: keys(role, frame[name], name, "row {}".format, faults) for role, name in found.items()}
+    odd = [
+        (row, value)
+        for row, (value, empty) in enumerate(zip(frame[column], frame[column].isna()))
+        if not empty and not isinstance(value, (str, int, float, np.number))
+    ]
+    if odd:
+        row, value = odd[0]
+        faults.append(f"row {row} has {type(value).__name__} in '{column}' ({len(odd)} in all): write text")
     cells = ["" if e else str(v).strip() for v, e in zip(frame[column], frame[column].isna())]
     if empty := [row for row, text in enumerate(cells) if not text]:
         faults.append(f"row {empty[0]} has no text in '{column}' ({len(empty)} in all): fill it or leave the row out")

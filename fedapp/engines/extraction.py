@@ -1,14 +1,14 @@
 """`fedapp features`: a pretrained body turns all samples of a data set, or a column of texts, into features, once.
 
-Rows are extracted in chunks, by as many processes as there are cores. Each chunk is a file beside the result that names
-the digest of rows and body. So an interrupted extraction goes on where it was, to a file with the same bytes.
+Rows are extracted in chunks, by as many processes as there are cores. Each chunk is a file in a folder next to the
+result and names the digest of rows and body. So an interrupted extraction goes on where it was, to a file with the same
+bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,11 +34,13 @@ from fedapp.data.dataset import Dataset
 from fedapp.engines import local, pool
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest
-from fedapp.files import atomic
+from fedapp.files import atomic, locked
 from fedapp.settings import DataSettings
 
 CHUNK = 256
 """Rows of a chunk."""
+LOCK = "lock"
+"""File in the folder of the chunks that one process holds."""
 KEYS = ("data-dir", "columns", "layout", "skip-bad")
 """Run-config keys that say how a data set is read."""
 FORMS = (".csv", ".json", ".jsonl", ".parquet")
@@ -234,23 +236,26 @@ def extract(
     extractor.fit(None) if isinstance(data, list) else extractor.fit(data.shape, data.kind == "image")
     body, rows = extractor.body, len(given)
     chunks = _Chunks(out.with_name(f"{out.name}.parts"), f"{given.digest} {body.digest}", rows)
-    missing = chunks.missing()
-    there, done = len(chunks) - len(missing), rows - sum(len(chunks.rows(n)) for n in missing)
-    progress(done, rows)
-    with _written(out), _runner(given, extractor, chunks, workers or usable_cores(), len(missing)) as run:
-        for number in run(missing):
-            done += len(chunks.rows(number))
-            progress(done, rows)
-    alive, cut = np.zeros(body.width, bool), 0
-    for x, count in map(chunks.read, range(len(chunks))):
-        alive, cut = alive | x.any(axis=0), cut + count
-    about = {**body.about(), "rows": rows, "dead-columns": int((~alive).sum()), "fedapp": __version__}
-    about |= {"texts-cut": cut} if body.tokenizer else {}
-    about |= {"left-out": data.skipped} if isinstance(data, Dataset) and data.skipped else {}
-    columns = {**given.columns, "about": np.array(json.dumps(about))}
     with _written(out):
-        _write(out, columns, (rows, body.width), (chunks.read(n)[0] for n in range(len(chunks))))
-        shutil.rmtree(chunks.folder)
+        chunks.folder.mkdir(exist_ok=True)
+    with locked(chunks.folder / LOCK, f"another process extracts {out}: wait until it has ended, or end it"):
+        missing = chunks.missing()
+        there, done = len(chunks) - len(missing), rows - sum(len(chunks.rows(n)) for n in missing)
+        progress(done, rows)
+        with _written(out), _runner(given, extractor, chunks, workers or usable_cores(), len(missing)) as run:
+            for number in run(missing):
+                done += len(chunks.rows(number))
+                progress(done, rows)
+        alive, cut = np.zeros(body.width, bool), 0
+        for x, count in map(chunks.read, range(len(chunks))):
+            alive, cut = alive | x.any(axis=0), cut + count
+        about = {**body.about(), "rows": rows, "dead-columns": int((~alive).sum()), "fedapp": __version__}
+        about |= {"texts-cut": cut} if body.tokenizer else {}
+        about |= {"left-out": data.skipped} if isinstance(data, Dataset) and data.skipped else {}
+        columns = {**given.columns, "about": np.array(json.dumps(about))}
+        with _written(out):
+            _write(out, columns, (rows, body.width), (chunks.read(n)[0] for n in range(len(chunks))))
+            chunks.remove()
     return Extracted(out, rows, about, time.perf_counter() - began, there)
 
 
@@ -298,19 +303,32 @@ class _Chunks:
         ------
         BadRequest : one that is there is of other rows or another body.
         """
-        found = {int(path.stem) for path in self.folder.glob("[0-9]*.npz")}
-        for number in sorted(found & set(range(len(self)))):
-            with np.load(self.place(number)) as chunk:
-                if str(chunk["of"]) != self.of:
-                    raise BadRequest(
-                        f"{self.folder} holds chunks of other rows or another body: remove it, or choose another out"
-                    )
+        found = [number for number in range(len(self)) if self.place(number).is_file()]
+        for number in found:
+            if self._stored(number)["of"] != self.of:
+                raise BadRequest(
+                    f"{self.folder} holds chunks of other rows or another body: remove it, or choose another out"
+                )
         return [number for number in range(len(self)) if number not in found]
+
+    def _stored(self, number: int) -> dict[str, Any]:
+        try:
+            with np.load(self.place(number)) as chunk:
+                return {name: chunk[name] for name in ("x", "cut", "of")}
+        except (ValueError, LookupError, EOFError, zipfile.BadZipFile) as e:
+            raise BadRequest(f"{self.place(number)} is damaged: remove it and repeat the command") from e
+
+    def remove(self) -> None:
+        """Remove the chunks, and their folder if it holds nothing else."""
+        for path in (*map(self.place, range(len(self))), self.folder / LOCK):
+            path.unlink(missing_ok=True)
+        if not any(self.folder.iterdir()):
+            self.folder.rmdir()
 
     def read(self, number: int) -> tuple[Array, int]:
         """Return features and the number of texts that were cut."""
-        with np.load(self.place(number)) as chunk:
-            return chunk["x"], int(chunk["cut"])
+        chunk = self._stored(number)
+        return chunk["x"], int(chunk["cut"])
 
     def make(self, given: Source, extractor: Extractor, number: int) -> int:
         """Extract a chunk and write it; returns its number."""
@@ -331,7 +349,6 @@ def _runner(
     given: Source, extractor: Extractor, chunks: _Chunks, workers: int, missing: int
 ) -> Iterator[Callable[[Sequence[int]], Iterator[int]]]:
     """Give a function that makes chunks, in this process or in several, and yields the numbers of those made."""
-    chunks.folder.mkdir(exist_ok=True)
     if min(workers, missing) <= 1:
         with process.environment(OMP_NUM_THREADS="1"):
             yield partial(map, partial(chunks.make, given, extractor))
@@ -372,7 +389,12 @@ def _begin(given: Source, body: Body, chunks: _Chunks) -> None:
     extractor = Extractor(body)
     data = given.found
     extractor.fit(None) if isinstance(data, list) else extractor.fit(data.shape, data.kind == "image")
-    _mine[:] = [partial(chunks.make, given, extractor)]
+    same = f"{given.digest} {body.digest}" == chunks.of
+    _mine[:] = [partial(chunks.make, given, extractor) if same else partial(_refuse, given)]
+
+
+def _refuse(given: Source, number: int) -> int:
+    raise BadRequest(f"{given.place or given.name} has changed since the command began: repeat it")
 
 
 def _make(number: int) -> int:
