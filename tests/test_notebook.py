@@ -191,7 +191,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": "x"}, "seed = 'x': must be a whole number"),
     ({"model": {"a": 1}}, "model = {'a': 1}: must be text"),
     ({"mu": 0.1}, 'it is a hyperparameter of fedprox, .*method = "fedprox.mu=0.1."'),
-    ({"rounds": -1}, "must be at least 1"),
+    ({"rounds": -1}, "must be at least 0"),
     ({"clients": -1}, "must be at least 0"),
 ]
 
