@@ -258,7 +258,7 @@ class FedClient(PositionalClient):
             if phase.rows is not None:
                 rows = len(phase.rows[1])
                 if 1 in (rows, spec.batch_size):
-                    self._refuse_single(phase, f"training on {phase.draws} images is on one at a time", "give more")
+                    self._refuse_single(phase, f"a batch of the {phase.draws} images holds one image", "give more")
             elif spec.batch_size == 1:
                 self._refuse_single(phase, "batch-size is 1", "give batch-size = 2 or more")
             elif rows == 1:

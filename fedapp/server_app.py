@@ -84,7 +84,8 @@ HOOKS: tuple[type[Hook], ...] = (
     ProgressEvents, TwoVoids, FinalTrainingNotice, PeriodicEvaluation, UnseenClients,
 )  # fmt: skip
 """The policies of a run. They act in this order, which is part of the numbers: rules come before tables, tables before
-the hooks that read their rows, the checkpoint after all that it remembers, and events after what they report."""
+the hooks that read their rows, the checkpoint after all that it remembers, and events after what they report. What
+`NormGuard` finds void, `Rollback` and `TwoVoids` note after it."""
 
 
 @app.main()
@@ -175,8 +176,9 @@ def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
         "stage": "server",
     }
     cause = run.manager.first_error if run is not None else None
-    blamed = isinstance(e, RoundFailed) and cause is not None and cause["round"] == e.round
-    if cause is not None and (blamed or (bad and cause["stage"] == "register")):
+    registering = cause is not None and cause["stage"] == "register"  # in round 0, as an exchange before round 1
+    blamed = isinstance(e, RoundFailed) and cause is not None and cause["round"] == e.round and not registering
+    if cause is not None and (blamed or (bad and registering)):
         entry.update({k: cause[k] for k in ("client", "round", "stage", "traceback")}, cause=cause["message"])
     return entry
 
@@ -343,12 +345,17 @@ class Run(Setup):
         about |= {"resume": config.storage.resume, "out": str(self.out), "device": str(self.device)}
         self.tell({"kind": "start", "method": config.federation.method, **about})
         self._make_hooks()
-        state = federate(self.strategy, self.cohort, context, self.hooks, rounds=rounds, start=self.start)
+        state = federate(self.strategy, self.cohort, context, self.hooks, rounds=rounds, start=self._take_start())
         found = summary(self, state, self.warnings)
         write_json(self.out / "summary.json", found)
         (self.out / "error.json").unlink(missing_ok=True)
         self.tell({"kind": "end", "summary": found})
         return found
+
+    def _take_start(self) -> Progress | None:
+        """Return the point from which the run continues, and hold its states no longer: they may be large."""
+        start, self.start, self.remembered = self.start, None, {}
+        return start
 
     def _make_hooks(self) -> None:
         """Make the clients of the loop and its hooks, as a checkpoint remembers them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,7 @@ from fedapp.core.averages import RunningMean
 from fedapp.federation import loop
 from fedapp.federation.hook import Hooks, Setup
 from fedapp.federation.hooks.scores import PeriodicEvaluation, UnseenClients
-from fedapp.federation.participants import Exchange, Outcome, Participants
+from fedapp.federation.participants import Exchange, Outcome, Participants, Progress
 from fedapp.learning.state import ClientStore, DamagedError
 from fedapp.learning.training import BETAS
 from fedapp.method import BaseHParams, Payload, Reply, ServerState
@@ -235,6 +236,30 @@ def test_evaluations_of_all_clients_are_told_what_they_are_for(
         for n in range(1, 2 + select)
     ]
     assert asked == [*between, ("final", RoundRequest("abcd", 2, balanced=True, final=True, train=retrains))]
+
+
+class State(dict[str, Any]):
+    """A state that a weak reference may point to."""
+
+
+def test_the_loop_lets_go_of_the_state_that_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager: Any = SimpleNamespace(
+        register=lambda: None, nodes={0: None}, ledger=StateLedger(), settings=SimpleNamespace(fraction_train=1.0),
+        without_silent=lambda server_round, ids: (ids, []), request=RoundRequest(),
+    )  # fmt: skip
+    strategy, hooks, held = Strategy(FEDAVG, BaseHParams()), Hooks(), list[Any]()
+    given = context(point(1.0, 2.0))
+    strategy.init(given)
+    cohort = Participants(manager, strategy, hooks)
+    monkeypatch.setattr(cohort, "evaluate", lambda *asked: 1)
+
+    def train_once(cohort: Any, hooks: Any, at: Progress, number: int, clients: Any) -> Outcome:
+        held.append(weakref.ref(at.state) if number == 1 else held[0]())
+        return Outcome(State(at.state), Exchange("train", number))
+
+    monkeypatch.setattr(loop, "train_once", train_once)
+    loop.federate(strategy, cohort, given, hooks, rounds=2, start=Progress(0, State(model={})))
+    assert held[1] is None
 
 
 def test_clients_that_take_no_part_are_asked_last_and_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,8 +301,10 @@ def test_a_server_that_says_it_is_a_simulation_gets_no_more(tmp_path: Path, caps
 
     class Hostile(NodeCohort):
         def __init__(self, grid: Any, settings: Any, request: RoundRequest, *args: Any, **more: Any) -> None:
-            theirs = replace(request, state_dir=str(tmp_path / "theirs"), models_dir="x")
+            theirs = replace(request, state_dir=str(tmp_path / "theirs"), models_dir="x", client=2)
             super().__init__(grid, settings, theirs, *args, **more)
+            plain = self.ledger.request
+            self.ledger.request = lambda client, asked: replace(plain(client, asked), client=2)  # type: ignore[method-assign]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_app, "NodeCohort", Hostile)

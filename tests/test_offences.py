@@ -26,6 +26,7 @@ from fedapp.federation.participants import Participants, Progress, states_of
 from fedapp.learning.state import ClientStore, read_safetensors
 from fedapp.method import Reply, ServerContext
 from fedapp.transport import checkpoint
+from fedapp.transport.nodes import NodeCohort
 from fedapp.transport.offences import STRIKES, Blocked, Dropped, Offences
 from fedapp.transport.records import ARRAYS, INFO, METRICS
 from fedapp.transport.traffic import RoundFailed
@@ -475,3 +476,13 @@ def test_statistics_of_batchnorm_and_second_models() -> None:
     assert soundness.flaw(state, initial, (), 8) is None and "norm 8" in str(soundness.flaw(state, initial, (), 7.9))
     assert "norms" in str(soundness.flaw({"norms": np.array([np.nan])}, initial, (), 8))
     assert soundness.flaw({"norms": np.array([np.nan])}, initial, ("norms",), 8) is None
+
+
+def test_the_width_that_bounds_replies_is_found_once_in_an_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    plain = NodeCohort._widths
+    monkeypatch.setattr(NodeCohort, "_widths", lambda self, *given: found.append(given) or plain(self, *given))
+    federate(tmp_path / "run", [], impossible, 3, nodes=True, **FEW)
+    assert len(found) == 2, "training and last scores"

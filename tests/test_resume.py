@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -86,8 +88,12 @@ def test_a_run_of_an_earlier_version_is_not_resumed_and_its_directory_is_read(ti
     folder = result.out / "checkpoint"
     _, state, _ = checkpoint.load(folder, 1)
     arrays, scalars = checkpoint.flatten(state)
-    header = {"schema": 2, "round": 1, "scalars": scalars, "extra": {"best": None}, "order": list(arrays)}
-    write_safetensors(folder / "round-000001.safetensors", arrays, header)
+    _, header = read_safetensors(folder / "round-000001.safetensors")
+    about = {name: header[name] for name in ("method", "run", "federation")}
+    header = {"schema": 2, **about, "round": 1, "scalars": scalars, "extra": {"best": None}, "order": list(arrays)}
+    known = {"clients": np.arange(3), "digests": np.ones((3, 16), np.uint8), "binds": np.ones(3, np.uint8)}
+    states = {f"\x1fstates\x1f{name}": array for name, array in known.items()}
+    write_safetensors(folder / "round-000001.safetensors", {**arrays, **states}, header)
     before = (result.out / "summary.json").read_text()
     with pytest.raises(BadRequest, match="another version of fedapp wrote the checkpoint of 1 round") as refused:
         run(resume=result.out, rounds=2)
@@ -186,3 +192,8 @@ def test_a_later_fault_of_the_server_is_not_blamed_on_an_earlier_client(tmp_path
     error = json.loads((tmp_path / "run" / "error.json").read_text())
     assert error["client"] is None and error["stage"] == "server" and "no space left" in error["traceback"]
     assert issubclass(RoundFailed, RuntimeError)
+    register = {"client": 4, "round": 0, "stage": "register", "traceback": "theirs", "message": "no data"}
+    known: Any = SimpleNamespace(manager=SimpleNamespace(first_error=register))
+    failed = server_app._entry(RoundFailed("round 0: 1 good replies of 5", 0), known)
+    assert failed["client"] is None, "a client that was left out at registration does not fail a query before round 1"
+    assert server_app._entry(BadRequest("too few"), known)["client"] == 4

@@ -107,10 +107,10 @@ def test_the_small_model_counts_too(method: str) -> None:
 
 
 def test_public_images_come_in_batches_of_two_or_more() -> None:
-    with pytest.raises(BadRequest, match="public images is on one"):
+    with pytest.raises(BadRequest, match="public images holds one"):
         client("ktpfl", task(8), public_batch=1).register()
     lone = replace(task(8), extras={"public": task(8).x_train[:1]})
-    with pytest.raises(BadRequest, match="public images is on one"):
+    with pytest.raises(BadRequest, match="public images holds one"):
         client("ktpfl", lone).register()
     for harmless in ({"freeze_bn": True}, {"distil_epochs": 0}):
         client("ktpfl", lone, **harmless).register()

@@ -92,7 +92,7 @@ class Hook:
         return None
 
     def judge(self, at: Progress, outcome: Outcome) -> None:
-        """Say in `outcome.void` why a round does not count."""
+        """Write in `outcome.void` why a round does not count, or note the reason of the hooks before."""
 
     def after_round(self, at: Progress, outcome: Outcome) -> None:
         """Act at the end of a round."""

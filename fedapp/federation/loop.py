@@ -34,10 +34,10 @@ def federate(
     ------
     RoundFailed : too few replies counted.   Spoiled : clients cannot train on the state, and no hook can help.
     """
+    at = start or Progress(0, method.init(context))
     if not start:
-        first = Progress(0, method.init(context))
-        start = Progress(0, method.prepare(first.state, cohort.query(first)))
-    at = start
+        at = Progress(0, method.prepare(at.state, cohort.query(at)))
+    del start  # its state may be large
     hooks.begin(at, rounds)  # also makes up an evaluation that a kill has cut off
     while at.round < rounds and not hooks.stopped:
         number, outcome = at.round + 1, None

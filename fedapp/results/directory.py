@@ -346,9 +346,9 @@ class RunDirectory:
         """Return how many rows one of the CSV files has."""
         return len(self._rows(name))
 
-    def dropped(self, dropped: Dropped) -> None:
-        """Record a reply that did not count."""
-        self.append("dropped.csv", dropped.as_dict())
+    def dropped(self, dropped: Iterable[Dropped]) -> None:
+        """Record replies that did not count."""
+        self.append("dropped.csv", *(reply.as_dict() for reply in dropped))
 
     def blocked_before(self) -> list[Blocked]:
         """Return the clients that are blocked since the run began, also those of rounds that failed."""

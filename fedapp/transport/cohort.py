@@ -32,6 +32,7 @@ from flwr.serverapp import Grid
 from fedapp.core.averages import lower_median
 from fedapp.errors import BadRequest, one_line, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply
+from fedapp.reduce.reader import Check
 from fedapp.settings import FederationSettings
 from fedapp.transport.boundary import (
     ANOTHER,
@@ -51,7 +52,7 @@ from fedapp.transport.offences import Blocked, Dropped, Offences
 from fedapp.transport.records import Encoder, Part, Records, parts, sealed, together
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.traffic import RoundFailed, Traffic, needed_replies
-from fedapp.transport.validation import Check, Raw, Shapes, Validation, answer_of, last_line, reason_of, refusal
+from fedapp.transport.validation import Raw, Shapes, Validation, answer_of, last_line, reason_of, refusal
 
 NOTHING: Raw = MappingProxyType({})
 
@@ -217,9 +218,10 @@ class Cohort(ABC):
     def _answers(self, kind: str, batches: Batches, send: Sender, limit: float, at_once: int, most: int) -> Answers:
         """Send messages and yield the answers as they arrive; see :meth:`Exchange.answers`."""
 
-    def _widths(self, client: int) -> Iterable[int]:
-        """Return the widths of representations that bound the size of a client's reply."""
-        return (int(facts["width"]) for facts in self.facts.values())
+    def _widths(self) -> Callable[[int], int]:
+        """Return a function that gives the width of representations that bounds the size of a client's reply."""
+        width = int(lower_median([int(facts["width"]) for facts in self.facts.values()]))
+        return lambda client: width
 
     @abstractmethod
     def _of_another(self, client: int) -> str:
@@ -257,7 +259,9 @@ class Cohort(ABC):
         bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
         bytes_each += sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in raw.values())
         batches, at_once = self._batches(kind, ids, bytes_each)
-        most = FACTS_SIZE + bytes_each + max((self._further(c, kind, expected) for c in ids), default=0)
+        width, allowed = self._widths(), self.validation.further_bytes
+        further = {c: allowed(kind, self.infos[c], width(c), expected) for c in ids}
+        most = FACTS_SIZE + bytes_each + max(further.values(), default=0)
         limit = self._limit(kind) * max(map(len, batches), default=1)
         encoded = self._encoded(given, request, traffic)
 
@@ -268,8 +272,7 @@ class Cohort(ABC):
             arrivals = itertools.count()
             for client, part in _parted(self._answers(kind, batches, message, limit, at_once, most)):
                 info, tests = self.infos[client], int(self.facts[client].get("test-examples", -1))
-                further = self._further(client, kind, expected)
-                contract = self.validation.contract(kind, info, tests, expected, raw, further)
+                contract = self.validation.contract(kind, info, tests, expected, raw, further[client])
                 yield client, self._checked(part, contract, server_round, check, traffic, next(arrivals))
 
         def unanswered(client: int) -> None:
@@ -281,9 +284,6 @@ class Cohort(ABC):
         for offence in self.offences.judge(traffic.bad, groups, traffic.answered if kind == "train" else ()):
             self._block(offence, "values out of range too often: ")
         traffic.seconds += time.perf_counter() - started
-
-    def _further(self, client: int, kind: str, expected: Shapes) -> int:
-        return self.validation.further_bytes(kind, self.infos[client], self._widths(client), expected)
 
     def _encoded(
         self, given: dict[int, Payload], request: RoundRequest | Mapping[int, RoundRequest], traffic: Traffic

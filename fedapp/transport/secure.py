@@ -53,6 +53,7 @@ from fedapp.transport.cohort import Cohort
 from fedapp.transport.identity import PROOF, Identity, unproved
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.traffic import RoundFailed, Traffic
+from fedapp.transport.validation import Raw
 
 PREFIX = "secure/"
 KEYS, PROOFS, IDS, DIGEST, SHARES, HIDDEN, CODES = (
@@ -65,7 +66,6 @@ NOISED = "noised"
 LABELS, COUNTS = "labels", "counts"
 QUESTIONS = "query"
 """Name of all questions of a run among the sums that were opened: they are about the same data."""
-Raw = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 # ---- replies as sums -------------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 from flwr.app import Message
 
 from fedapp import process
-from fedapp.core.averages import lower_median
 from fedapp.method import ClientInfo, Method, Reply
+from fedapp.reduce.reader import Check
 from fedapp.transport.boundary import FAILED, IMPOSSIBLE, LARGE, UNREADABLE, Contract, Good, Refused, grade, read
 from fedapp.transport.records import Part
 from fedapp.transport.request import WITHOUT_DATA
@@ -27,7 +27,6 @@ WORKER_DIED = (
 """Ray's errors for a process that no longer exists."""
 Shapes = Mapping[str, tuple[int, ...]]
 Raw = Mapping[str, tuple[str, tuple[int, ...]]]
-Check = Callable[[Reply], str | None]
 
 
 class Validation:
@@ -51,16 +50,15 @@ class Validation:
         self.method: Method | None = None
         self.wire_dtype, self.max_abs, self.metrics, self.scored = wire_dtype, max_abs, metrics, scored
 
-    def further_bytes(self, kind: str, info: ClientInfo, widths: Iterable[int], expected: Shapes) -> int:
+    def further_bytes(self, kind: str, info: ClientInfo, width: int, expected: Shapes) -> int:
         """Return how many bytes a client's arrays beside the model's may have.
 
         Parameters
         ----------
-        widths : widths of the clients' representations; where methods ask for them, all have one width.
+        width : of the representations; where methods ask for them, all clients have one width.
         """
         if kind == "evaluate" or (self.method is not None and not self.method.extra_up):
             return 0
-        width = int(lower_median([*widths]))
         # One matrix per class is the most that any method asks for; a query for features asks for all of them.
         most = EXTRA_BYTES + 4 * info.num_classes * width * (width + 1) + 16 * sum(map(math.prod, expected.values()))
         return most + (8 * info.num_samples * (width + 1) if kind == "query.features" else 0)

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ MOST = 64
 """Largest number of clients in a message: replies come together, and the run reports while they are waited for."""
 MOST_BYTES = 64 << 20
 """Bytes of arrays that the replies to one message may have."""
-LATECOMERS = 10.0
+NODES_ADDED = 10.0
 """Seconds in which Flower adds the nodes of a simulation."""
 LOOKS = 25_000
 """Largest product of messages in flight and nodes in a simulation. Ten times a second Flower looks through all of its
@@ -225,7 +225,7 @@ class VirtualCohort(Cohort):
         while not (nodes := sorted(self.grid.get_node_ids())) or nodes != self._hosts or self._few():
             self._hosts = nodes
             now = time.monotonic()
-            if nodes and self._few() and now - started > LATECOMERS:
+            if nodes and self._few() and now - started > NODES_ADDED:
                 raise BadRequest(
                     f"secure-sum keeps the secrets of each client at a node of its own, and {len(nodes)} nodes are "
                     f"there for {counted(self._expected, 'client')}: start flwr run with num-supernodes "
@@ -305,8 +305,8 @@ class VirtualCohort(Cohort):
         yield from self.exchange.answers(batches, send, limit, at_once, most)
         self._lasted[kind] = time.perf_counter() - started
 
-    def _widths(self, client: int) -> Iterable[int]:
-        return [int(self.facts[client]["width"])]
+    def _widths(self) -> Callable[[int], int]:
+        return lambda client: int(self.facts[client]["width"])
 
     def _of_another(self, client: int) -> str:
         """Return the grade of a reply in the name of another client; nodes run any client and do not register again."""

@@ -55,8 +55,7 @@ class PeriodicEvaluation(Hook):
             if not self.run.hooks.can_recover():
                 raise
             self.run.warn(f"the evaluation after round {e.round} is left out: the model is spoiled ({e.reason})")
-            for dropped in e.dropped:
-                self.run.directory.dropped(dropped)
+            self.run.directory.dropped(e.dropped)
 
 
 class ValidationChoice(Hook):

@@ -55,7 +55,7 @@ class Tables(Hook):
         self.run.directory.append("rounds.csv", row)
         found = ({"round": at.round, **self.named(client), **columns} for client, columns in rows.items())
         self.run.directory.append("clients.csv", *found)
-        self.dropped(exchange)
+        self.run.directory.dropped(exchange.traffic.dropped)
         for client in (c for c, r in rows.items() if r.get("restarted") == 1):
             run.warn(f"client {client} began anew in round {at.round}, because its stored state was lost")
         if outcome.void:
@@ -64,7 +64,7 @@ class Tables(Hook):
     def after_query(self, exchange: Exchange) -> None:
         """Note the size of an answer."""
         self.bytes_up[exchange.kind] = exchange.traffic.up / max(1, len(exchange.traffic.answered))
-        self.dropped(exchange)
+        self.run.directory.dropped(exchange.traffic.dropped)
 
     def after_evaluation(self, exchange: Exchange) -> None:
         """Write `final.csv` or `unseen.csv` after the last round, else a row of `evaluations.csv`."""
@@ -74,7 +74,8 @@ class Tables(Hook):
         metrics, validation = sorted(exchange.metrics.items()), config.data.validation > 0
         exchange.rows = rows = {c: client_row(m, protocols, validation, scores=scores) for c, m in metrics}
         summary = summarise(rows.values(), protocols, scores=scores, most=self.most())
-        self.dropped(exchange)  # a resumed run repeats an evaluation that has no row, and its dropped replies
+        # A resumed run repeats an evaluation that has no row, and its dropped replies.
+        directory.dropped(exchange.traffic.dropped)
         if kind == "evaluate":
             exchange.row = {"round": exchange.round, "clients": len(rows), **summary}
             exchange.row["evaluate_seconds"] = exchange.seconds
@@ -97,11 +98,6 @@ class Tables(Hook):
     def named(self, client: int) -> Mapping[str, Any]:
         """Return the columns that say whose a row is: the number, and the name where the data have names."""
         return {"client": client, **({NAME: self.run.names[client]} if client < len(self.run.names) else {})}
-
-    def dropped(self, exchange: Exchange) -> None:
-        """Write the replies that did not count."""
-        for dropped in exchange.traffic.dropped:
-            self.run.directory.dropped(dropped)
 
 
 def protocols_of(config: RunConfig, method: Method, kind: str) -> list[str]:
