@@ -257,10 +257,10 @@ class FedClient(PositionalClient):
             spec, rate, rows = phase.spec, phase.rate or self.rate, self.task.num_samples
             if phase.rows is not None:
                 rows = len(phase.rows[1])
-                if 1 in (rows, spec.batch_size):
-                    self._refuse_single(phase, f"a batch of the {phase.draws} images holds one image", "give more")
-            elif spec.batch_size == 1:
+            if spec.batch_size == self.training.batch_size == 1:
                 self._refuse_single(phase, "batch-size is 1", "give batch-size = 2 or more")
+            elif phase.rows is not None and 1 in (rows, spec.batch_size):
+                self._refuse_single(phase, f"a batch of the {phase.draws} images holds one image", "give more")
             elif rows == 1:
                 since = f", since validation holds out {held_out}" if held_out else ""
                 self._refuse_single(phase, f"it has one image to train on{since}", few)

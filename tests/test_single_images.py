@@ -37,8 +37,8 @@ def task(n: int, model: str = "resnet18", size: int = 28, **train: int) -> Task:
 
 def client(method: str, on: Task, **hparams: object) -> FedClient:
     found = registry.get(method)
-    values = found.hparams.model_validate(hparams)
-    made = found.resolve(values, registry.get) if found.resolve else found
+    values = found.hparams.model_validate(hparams).settled()
+    made = registry.resolve(found, values)
     built: FedClient = made.client(on, made, values)
     return built
 
