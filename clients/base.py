@@ -128,13 +128,13 @@ class FedClient(PositionalClient):
         self.report = TrainReport()
         self.newcomer = False  # whether `meet` scores it
         self.newcomer_epochs: int | None = None  # of local training, which `meet` gives
-        self.stored: Stored | None = None  # what `restore` has read, of which `self.own` is
+        self.stored: Stored | None = None  # the state that `restore` has read, with `self.own`
         self._loaded: Stored | None = None
         self._starts_from_state = True
         self._unread: Collection[str] = ()  # names in the stored state that a round does not read
         self.releaser: Releaser | None = None  # with `dp`: the only way in which numbers leave
         self.scoring = False  # whether an exchange is for scores alone: nothing of it is stored or sent
-        self.released = False  # whether what is sent is a copy of what was released before
+        self.released = False  # whether the reply repeats an earlier release
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -301,7 +301,7 @@ class FedClient(PositionalClient):
         return self.answer("prepare", payload)
 
     def feature_batches(self, exchange: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the features of the training split, of which a method makes statistics.
+        """Yield the features of the training split, for a method's statistics.
 
         Parameters
         ----------
@@ -472,7 +472,7 @@ class FedClient(PositionalClient):
         return metrics
 
     def train_to_score(self, payload: Payload, *, balanced: bool = True) -> dict[str, Any]:
-        """Train once more after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
+        """Train after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
         self._learn(payload)
         return self.measure("trained", balanced, further=True) if "trained" in self.task.protocols else {}
 
@@ -558,14 +558,14 @@ class FedClient(PositionalClient):
     def measure(self, protocol: str, balanced: bool = False, further: bool = False) -> dict[str, Any]:
         """Score the current model on the client's own test split, as sums and counts.
 
-        `balanced` adds the balanced score, `further` the metrics that the run measures beside accuracy and loss.
+        `balanced` adds the balanced score, `further` the run's metrics besides accuracy and loss.
         """
         names = self.task.metrics if further else ()
         matrix = further and self.task.confusion and not self.newcomer
         more = {"probabilities": True} if names or matrix else {}
         scores = self.score(self.task.x_test, self.task.y_test, **more)
         metrics: dict[str, Any] = {}
-        for name, of in {protocol: scores, **scores.beside}.items():
+        for name, of in {protocol: scores, **scores.further}.items():
             metrics |= {
                 f"{name}-correct": int(of.correct.sum()),
                 f"{name}-total": of.n,
@@ -583,7 +583,7 @@ class FedClient(PositionalClient):
             metrics[f"{protocol}-validation-total"] = held_out.n
         if balanced and self.task.x_union is not None and self.task.y_union is not None:
             scores = self.score(self.task.x_union, self.task.y_union)
-            metrics |= {f"{name}-balanced": of.balanced for name, of in {protocol: scores, **scores.beside}.items()}
+            metrics |= {f"{name}-balanced": of.balanced for name, of in {protocol: scores, **scores.further}.items()}
         return metrics
 
     def score(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
@@ -593,7 +593,7 @@ class FedClient(PositionalClient):
 
         Parameters
         ----------
-        probabilities : keep those of every image, (n, num_classes), for metrics beside accuracy and loss.
+        probabilities : keep those of every image, (n, num_classes), for metrics besides accuracy and loss.
         """
         return evaluate(
             self.model, x, y, self.task.inputs, self.task.num_classes,
@@ -645,7 +645,7 @@ class FedClient(PositionalClient):
         return type(self).receive is not FedClient.receive
 
     def initial_model(self) -> SplitModel:
-        """Return this client's own initial model, of which the arrays count that the server does not send."""
+        """Return this client's own initial model; only the arrays that the server does not send are used."""
         seed, spec = sampling.derived_seed(self.task.seed, "model", self.task.client), self.task.spec(0)
         # To find that out takes longer than one model, and the process of a real node makes no other.
         seeded = "" if process.real_node() else _seeded(type(self), spec, self.hparams)
@@ -662,7 +662,7 @@ class FedClient(PositionalClient):
         Returns
         -------
         `state` : its digest.   `state-from` : digest of the last state that the server knew of, from which it was made.
-        `state-binds` : whether the next training starts from it.   `state-lost` : why the client began anew.
+        `state-binds` : whether the next training starts from it.   `state-lost` : why the client started again without it.
         """
         if self.store is None:
             return {}

@@ -47,7 +47,7 @@ class DittoHParams(PrivateHParams):
 
 
 class DittoClient(PrivateClient):
-    """FedAvg's client, with a personal model beside it."""
+    """FedAvg's client, with a personal model of its own."""
 
     needs_state = True
     received: list[Tensor]
@@ -58,7 +58,7 @@ class DittoClient(PrivateClient):
         return self.model
 
     def receive(self, payload: Payload) -> None:
-        """Put w^t beside v_k; that of a new client is an initial model, not what was sent."""
+        """Load w^t into a second model, and keep v_k; a new client's v_k is its initial model, not w^t."""
         self.personal = self.initial_model() if self._loaded is None else self.model
         self.model = copied(self.personal)
         selection.merge(self.model, names.under(BUFFERS, self.own))

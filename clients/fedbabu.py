@@ -47,7 +47,7 @@ class FedBABUClient(FedClient):
     """Trains the body under a head that stays as it is."""
 
     def phases(self) -> Sequence[Phase]:
-        """Train the body, of which `freeze` must leave something."""
+        """Train the body; `freeze` must leave at least one of its layers to train."""
         self.require_body()
         return [Phase(self.step_loss, self.training, BODY)]
 

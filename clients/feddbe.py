@@ -13,7 +13,7 @@ Logits:  head(z + z-bar_i^p).   Each batch:  r <- (1 - mu) r + mu mean_B(z)  wit
 loss = cross-entropy + kappa / 2 * mean over d of (r - z-bar^g)^2   ("MR").
 The mean over d gives the squared distance the weight kappa / (2 d). The released code has kappa = 50 with d = 512;
 kappa = 50 d / 512 is that weight at any width.
-Round 1 trains as FedAvg does, without either; its replies bring each client's mean, of which z-bar^g is the mean.
+Round 1 trains as FedAvg does, without either; its replies bring each client's mean, and z-bar^g is the mean of these.
 """
 
 from __future__ import annotations

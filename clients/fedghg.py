@@ -1,4 +1,4 @@
-"""FedGHG, local step: FedGH's, with the spread of each class beside its mean. Of no paper.
+"""FedGHG, local step: FedGH's, with the mean and the spread of each class. It is not from a paper.
 
 | symbol     | here                                                                                             |
 |------------|--------------------------------------------------------------------------------------------------|
@@ -23,7 +23,7 @@ from fedapp.method import Arrays, Payload
 
 
 class FedGHGHParams(FedGHHParams):
-    """Hyperparameters of FedGHG: FedGH's, and what is sent and drawn."""
+    """Hyperparameters of FedGHG: FedGH's, and the form of the statistics and of the draws."""
 
     header_epochs: int = Field(
         20, ge=1, description="M, passes a round, each over a fresh draw of every class of every client"

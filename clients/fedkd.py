@@ -14,7 +14,7 @@ Per batch, with D = CE(z_l, y) + CE(z_m, y) and L_H = mean (H_l - H_m W_h^T)^2:
     mentee:  CE(z_m, y) + (KL(p_l || p_m) + L_H) / D
 The worse both predict, the less they teach. D is at least `floor`: without it D goes to zero with the training loss,
 and the step grows without bound. D and the other model's predictions are constants; L_H moves both models and W_h.
-Mentors never leave; what is sent is the mentee's change since it was received.
+Mentors never leave; a client sends the mentee's change since it was received.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from fedapp.learning.training import Batch, Phase
 from fedapp.method import HEAD, Arrays, BaseHParams, Payload
 
 PAC = "pac/"
-"""Prefix of all arrays beside the model, in both directions: `h`, `v`, `proto`, `count`, `known`."""
+"""Prefix of all arrays besides the model, in both directions: `h`, `v`, `proto`, `count`, `known`."""
 
 
 class FedPACHParams(BaseHParams):

@@ -63,7 +63,7 @@ class FedPerHParams(PrivateHParams):
 
 
 class PrivateClient(FedClient):
-    """A client with private parts, of which `hparams.start` says where they start."""
+    """A client with private parts; `hparams.start` chooses their initial values."""
 
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:

@@ -98,7 +98,7 @@ class FedRoDClient(FedClient):
         return generic + personal
 
     def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
-        """Return the mean of each loss over the steps, of which `train-loss` is the sum."""
+        """Return the mean of each loss over the steps; `train-loss` is their sum."""
         if not self.seen:
             return {}, {}
         generic, personal = (float(v) for v in (self.losses / self.seen).cpu().numpy())

@@ -86,7 +86,7 @@ class MutualClient(FedClient):
     def receive(self, payload: Payload) -> None:
         """Set up the small model with the server's arrays; the private model stays as it is.
 
-        The small model is built anew, which leaves it in training mode; no score is taken of it.
+        The small model is newly built, which leaves it in training mode; no score is taken of it.
         """
         self.small = self.fresh_small()
         arrays = self.received_small(payload)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fedapp.models import SplitModel
 
 PRIOR = "prior/"
-"""Prefix of what is sent beside the model: N_c of all clients, where the settings need them."""
+"""Prefix of the payload's further arrays: N_c of all clients, where the settings need them."""
 PERSONAL = "personal"
 """Scalar that says that the head is a calibrated one."""
 PLAIN = "unadjusted"
@@ -115,4 +115,4 @@ class PersonalCCVRClient(CCVRClient):
             bias.copy_(self.plain)
             plain = super().score(x, y)
             bias.copy_(adjusted)
-        return replace(scores, beside={PLAIN: plain})
+        return replace(scores, further={PLAIN: plain})

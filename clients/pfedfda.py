@@ -7,7 +7,7 @@
 | mu^g, Sigma^g        | `self.shared`: the Gaussians as received, one mean a class and one covariance for all    |
 | hat mu_i, hat Sigma  | `estimate`: from the client's own representations, in one evaluation pass, Sigma + I     |
 | beta                 | `choose`: share of the own mean and of the own covariance, two numbers in [0, 1]         |
-| p_i(y)               | `log_prior`: the client's class shares, of which none is 0                               |
+| p_i(y)               | `log_prior`: the client's class shares, all positive                                    |
 
 The head is never trained. It is the Bayes rule of Gaussians of one covariance with the client's own class shares,
     W_c = Sigma^-1 mu_c,   b_c = -mu_c^T Sigma^-1 mu_c / 2 + log p_c,   Sigma shrunk by eps towards tr(Sigma)/d I.

@@ -45,7 +45,7 @@ class SumsHParams(PostHocHParams):
     )
 
     def energy(self) -> bool:
-        """Return whether the head needs the features' mean square, of which each client sends `sum |z|^2 / d`."""
+        """Return whether the head needs the features' mean square; each client then sends `sum |z|^2 / d`."""
         return False
 
     def settled(self, given: bool = False, private: bool = False) -> Self:

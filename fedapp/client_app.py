@@ -330,7 +330,7 @@ def _secrets(context: Context, config: RunConfig, client: int) -> Iterator[Secur
 
 
 def _hidden(context: Context, config: RunConfig, client: FedClient, given: Payload, arrays: Arrays) -> Arrays:
-    """Return what is sent in place of arrays where the server is to see only sums."""
+    """Return the client's hidden part of a sum, for a server that may see only sums."""
     sums = client.method.sums(client.hparams)
     if sums is None:
         raise BadRequest(f"secure-sum: {client.method.id} needs the reply of each client")

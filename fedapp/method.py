@@ -106,7 +106,7 @@ class Reply:
     bytes_up : bytes of the arrays on the wire.
     kind : type of the message that the reply answers: `train` or `query.<kind>`.
     arrival : position in the order in which replies arrived, from 0.
-    members : in place of one client's, this reply stands for these clients' (`secure-sum`): `arrays` are their weighted
+    members : instead of one client's, this reply stands for these clients' (`secure-sum`): `arrays` are their weighted
         means and their sums, `num_samples` is the sum of theirs, and they have no arrays.
     """
 

@@ -46,7 +46,7 @@ def names() -> list[str]:
 
 
 def forget() -> None:
-    """Look for methods anew; for programs that change where they are found."""
+    """Search for methods again; for programs that change where they are found."""
     for cached in (_files, _own, _of_package, configured):
         cached.cache_clear()
 
@@ -177,6 +177,6 @@ def method_title(method: str) -> str:
 
 
 def title_of(label: str) -> str:
-    """Write a run's label with the method's title in place of its id: `FedProx (mu=1)` for `fedprox(mu=1)`."""
+    """Write a run's label with the method's title instead of its id: `FedProx (mu=1)` for `fedprox(mu=1)`."""
     method, _, own = label.partition("(")
     return f"{method_title(method)} ({own}" if own else method_title(method)

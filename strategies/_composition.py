@@ -119,7 +119,7 @@ def leaves_one_head(base: Method, hparams: BaseHParams) -> bool:
 class PostHoc(Strategy):
     """The base's strategy, with a repair of its one global model after the last round.
 
-    The state keeps the model as the base trained it. The arrays that replace parts of it are kept beside it, under the
+    The state keeps the model as the base trained it. The arrays that replace parts of it are kept apart, under the
     method's id. So a second repair, or further training after a repair, starts from the trained model.
 
     `settings` and `base_hparams` are set where a subclass is added to the base's. `queries` are those of this method.
@@ -159,7 +159,7 @@ class PostHoc(Strategy):
         return self.context.score(self.global_arrays(state), self.repaired(state).scalars)
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
-        """Return the base's payload; after the repair, with the repaired arrays in place of the trained ones."""
+        """Return the base's payload; after the repair, with the repaired arrays instead of the trained ones."""
         payload, new = super().send(state, server_round, client), self.repaired(state)
         own = {n: a for n, a in payload.arrays.items() if n not in new.common}
         return Payload(own, {**payload.common, **new.common}, {**payload.scalars, **new.scalars})
@@ -183,7 +183,7 @@ class PostHoc(Strategy):
         Parameters
         ----------
         entry : holds at least the new `head`.   replies : to the query that measured `received`.
-        counts : N_c, samples behind the repair, (C,).   found : what the method reports beside the common entries.
+        counts : N_c, samples behind the repair, (C,).   found : the method's entries besides the common ones.
         """
         replies = [single for reply in replies for single in reply.singles]
         samples, before = int(counts.sum()), self.trained(state)

@@ -39,7 +39,7 @@ class FedCOFHParams(SumsHParams):
     gamma: Annotated[float, Field(gt=0)] | Literal["auto", "mean-square"] = Field(
         "auto",
         description="shrinkage added to each class's covariance (code: 1, MobileNetV2: 0.1); mean-square = the "
-        "features' own, of which each client sends one more number; auto = mean-square with base = none, else 1",
+        "features' own, for which each client sends one more number; auto = mean-square with base = none, else 1",
     )
 
     def energy(self) -> bool:

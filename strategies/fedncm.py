@@ -12,7 +12,7 @@ Models, NeurIPS 2023.
    sample have one norm. With `metric=euclidean`: W_c = mu_c, bias -||mu_c||^2 / 2.
 4. One factor for all logits (`scale`).
 
-The released code keeps the random bias of a new linear layer, up to 0.04 beside rows of norm 1; here it is 0. Its
+The released code keeps the random bias of a new linear layer, up to 0.04 against rows of norm 1; here it is 0. Its
 second stage, fine-tuning of the whole model from this head, is a run of its own.
 """
 

@@ -38,7 +38,7 @@ Float64 = NDArray[np.float64]
 
 
 class FedPAC(Strategy):
-    """Averages bodies, keeps global class means, and combines the participants' heads anew for each of them."""
+    """Averages bodies, keeps global class means, and combines the participants' heads for each of them."""
 
     def init(self, context: ServerContext) -> ServerState:
         """Return the initial body and head, and no class means."""

@@ -114,7 +114,7 @@ def test_a_server_goes_on_from_a_checkpoint_bit_for_bit(method: str, args: str, 
 
 @pytest.mark.parametrize(("method", "args"), [s for s in SERVERS if s[0] != "ktpfl"])
 def test_without_replies_clients_get_what_they_would_have_got(method: str, args: str) -> None:
-    """Not of KT-pFL, whose server steps once more on the last predictions."""
+    """Not for KT-pFL, whose server takes another step on the last predictions."""
     federation, _, state = trained(method, args)
     for of in (federation.state, state):
         for a, b in zip(sent(federation, of), sent(federation, federation.strategy.aggregate(of, 2, [])), strict=True):
@@ -164,7 +164,7 @@ def malformed(array: Array) -> Iterator[Array | None]:
 
 
 def labels(array: Array, *others: int) -> Array:
-    """Labels of which the last ones are others."""
+    """Labels with other values at the end."""
     return np.concatenate([array[: -len(others)], np.array(others, array.dtype)])
 
 
@@ -178,7 +178,7 @@ OWN_CHECKS = ("cwfedavg", "fedproto", "ktpfl", "fedkd", "fedpac")
 
 @pytest.mark.parametrize("method", registry.discover())
 def test_malformed_arrays_are_refused(method: str) -> None:
-    """Those beside the model's; the shapes of the model's own are checked as messages arrive."""
+    """The arrays besides the model's; the shapes of the model's own are checked as messages arrive."""
     federation, (_, reply, _), state = trained(method, FURTHER.get(method, ""))
     strategy, shared = federation.strategy, tuple(federation.method.up_prefixes(federation.hparams))
     asked = [(reply, federation.state)]

@@ -156,7 +156,7 @@ def test_running_statistics_move_with_the_trunk_alone() -> None:
 
 
 class Doubled(FedClient):
-    """Predicts with a second model, trained beside the one that travels."""
+    """Predicts with a second model, trained along with the one that travels."""
 
     needs_state = True
 

@@ -29,14 +29,14 @@ class Scores:
     correct, total : (C,) int64 per class.
     loss_sum : sum of the samples' cross-entropies, in nats.
     probabilities : (n, C) float64, the softmax of the logits that the loss is of; None where they were not asked for.
-    beside : further scores on the same samples, by name, that stand beside this one in a reply.
+    further : other scores on the same samples, by name, for the same reply.
     """
 
     correct: NDArray[np.int64]
     total: NDArray[np.int64]
     loss_sum: float
     probabilities: NDArray[np.float64] | None = None
-    beside: Mapping[str, Scores] = field(default_factory=dict)
+    further: Mapping[str, Scores] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -179,7 +179,7 @@ def ece(y: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
 
 
 METRICS: Mapping[str, Metric] = {of.__name__: of for of in (balanced, macro_f1, auc, auc_classes, ece)}
-"""Metrics that `metrics` may name beside `accuracy` and `loss`, which are always there."""
+"""Metrics that `metrics` may name besides `accuracy` and `loss`, which are always there."""
 MOST_CONFUSED = 256
 """Largest number of classes with which a reply holds such a matrix."""
 LOW_IS_GOOD = ("loss", "ece")

@@ -34,7 +34,7 @@ def client_row(
     ----------
     validation : whether clients hold out images for validation, so that there is a column for it.
     columns : further numbers of the method (`Method.columns`).
-    scores : columns of the metrics that were measured beside accuracy and loss.
+    scores : columns of the metrics that were measured besides accuracy and loss.
     """
 
     def number(name: str, absent: float = math.nan) -> float:

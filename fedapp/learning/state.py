@@ -411,7 +411,7 @@ class ClientStore:
     def note_head_norms(self, server_round: int, norms: NDArray[np.floating]) -> None:
         """Note the L2 norms of the head's rows, (C,), after the training of a round, for figures of how heads evolve.
 
-        They reveal much about the client's class counts, so they are kept beside its state and never sent. Rounds from
+        They reveal much about the client's class counts, so they are kept with its state and never sent. Rounds from
         `server_round` on, which a resumed run repeats, are dropped. Notes of other runs stay as long as their states.
         """
         rounds, rows = read_head_norms(self.folder, self.run)

@@ -61,7 +61,7 @@ class Task:
     buffers : floating-point buffers (BatchNorm's statistics): `global` = shared like parameters, `local` = kept by
         the client, `drop` = reset before every round.
     protocols : which of `received` and `trained` are measured.
-    metrics : names of the metrics that evaluations of all clients measure beside accuracy and loss.
+    metrics : names of the metrics that evaluations of all clients measure besides accuracy and loss.
     confusion : whether they measure confusion matrices too.
     privacy : what the run states of what leaves the client, or None.
     extras : what else a node or a method needs, by name: `public` images (P, H, W, channels) uint8, `classes` (names),

@@ -94,7 +94,7 @@ class Reader:
         found = self.reductions.get(exchange, USUAL if exchange == "train" else {})
         robust = self.policy.robust
         share = next((r.share for r in found.values() if isinstance(r, Each) and r.share), None)
-        if share and robust.rules:  # averages beside shares: no vote is possible on the shares
+        if share and robust.rules:  # averages too, but no vote is possible on the shares
             robust = robust.replaced(robust="norm")
         reducers = {n: self._reducer(r, state, robust) for n, r in found.items() if not isinstance(r, Each)}
 

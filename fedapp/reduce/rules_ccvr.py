@@ -126,7 +126,7 @@ def screened_statistics(answers: Sequence[Mapping[str, Array]]) -> tuple[list[Ar
 
 
 def scale_covariances(found: Sequence[Arrays]) -> int:
-    """Scale covariances down in place of the arrays; return how many. One sample has none, so it has no vote."""
+    """Scale covariances down, in the dicts themselves; return how many. One sample has none, so it has no vote."""
     traces: dict[int, list[tuple[int, int, float]]] = {}
     for k, arrays in enumerate(found):
         common = "factor" not in arrays and arrays["cov"].ndim == 1

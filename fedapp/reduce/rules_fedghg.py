@@ -1,4 +1,4 @@
-"""The rule of FedGHG: that of FedGH for class means, and bounds for the covariances and counts beside them."""
+"""The rule of FedGHG: that of FedGH for class means, and bounds for their covariances and counts."""
 
 from __future__ import annotations
 
