@@ -662,7 +662,7 @@ class FedClient(PositionalClient):
         Returns
         -------
         `state` : its digest.   `state-from` : digest of the last state that the server knew of, from which it was made.
-        `state-binds` : whether the next training starts from it.   `state-lost` : why the client started again without it.
+        `state-binds` : whether the next training starts from it.   `state-lost` : why it was not read.
         """
         if self.store is None:
             return {}

@@ -132,7 +132,7 @@ class KTpFLClient(FedClient):
     def distillation(self) -> Sequence[Phase]:
         """Move the model towards the target: `distil_epochs` passes over the public images."""
         epochs = self.hparams.distil_epochs
-        # At registration there is no target yet. A frozen BatchNorm accepts batches of one image, so the check can skip this phase.
+        # At registration there is no target yet. A frozen BatchNorm accepts single images: the check skips this phase.
         if not epochs or (self.hparams.freeze_bn if self.target is None else not len(self.target)):
             return []
         public = self.public

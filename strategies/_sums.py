@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,28 +19,11 @@ from clients.sums import SUMS, SumsClient, SumsHParams
 from fedapp.core import sums
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
-from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
-from fedapp.reduce.spec import Query, Total
+from fedapp.method import Arrays, Method, Payload, ServerContext, ServerState
+from fedapp.reduce.spec import Query, Total, Totals
 from strategies._composition import PostHoc, built_on
 
 W, B = "head.weight", "head.bias"
-
-
-@dataclass
-class Found:
-    """Sums over the clients that answered.
-
-    Attributes
-    ----------
-    a : A, (d + 1, d + 1); zeros where it was not asked for.   b : (C, d + 1).
-    parts : each client's b, only where the head needs them apart.   energy : sum |z|^2 / d, 0 if not asked for.
-    """
-
-    a: Float64
-    b: Float64
-    parts: list[Float64] = field(default_factory=list)
-    replies: list[Reply] = field(default_factory=list)
-    energy: float = 0.0
 
 
 class HeadFromSums(PostHoc):
@@ -52,30 +34,29 @@ class HeadFromSums(PostHoc):
     apart: ClassVar[bool] = False
     """Whether the head needs each client's sums, and not only their total."""
 
-    def rows(self, found: Found) -> tuple[Float64, dict[str, Any]]:
-        """Return the head as rows (C, d + 1), weights and bias, and what the summary says of it."""
+    def rows(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
+        """Return the head as rows (C, d + 1), weights and bias, and the summary's entries about it.
+
+        Parameters
+        ----------
+        found : `sums` holds b (C, d + 1), and where the head needs them A as `a` (d + 1, d + 1) and the sum of
+            |z|^2 / d as `energy` (1,). With `apart`, `parts` holds those of each client.
+        """
         raise NotImplementedError
 
     def finalize(self, state: ServerState, query: Query) -> ServerState:
         """Query the sums, make the head, scale it, and score before and after."""
         state = super().finalize(state, query)
         w = self.trained(state)
-        found = self.asked(w, query)
-        counts = found.b[:, -1]
+        reduced = query("sums", Payload(common=w))
+        found = reduced.totals("sums")
+        counts = found.sums["b"][:, -1]
         if not counts.any():  # no class has `min_count` samples anywhere: the model stays as trained
-            return self.calibrated(state, {"head": {n: w[n] for n in (W, B)}}, found.replies, counts)
+            return self.calibrated(state, {"head": {n: w[n] for n in (W, B)}}, reduced.clients, counts)
         rows, entries = self.rows(found)
         scale = self.scale(w, rows, counts > 0, query)
         head = dict(zip((W, B), sums.as_head(rows, counts > 0, scale)))
-        return self.calibrated(state, {"head": head}, found.replies, counts, scale=scale, **entries)
-
-    def asked(self, w: Arrays, query: Query) -> Found:
-        """Query A_k and b_k, and take their sums over clients; the replies come without arrays."""
-        reduced = query("sums", Payload(common=w))
-        total, d = reduced.totals("sums"), self.context.width + 1
-        parts = [part["b"] for part in total.parts] if self.apart else []
-        energy = float(total.sums.get("energy", np.zeros(1))[0])
-        return Found(total.sums.get("a", np.zeros((d, d))), total.sums["b"], parts, reduced.clients, energy)
+        return self.calibrated(state, {"head": head}, reduced.clients, counts, scale=scale, **entries)
 
     def scale(self, w: Arrays, rows: Float64, seen: npt.NDArray[np.bool_], query: Query) -> float:
         """Return the factor for all logits: 1, as large as the trained head's, or what fits the clients' rows best."""

@@ -3,7 +3,7 @@ ICML 2024.
 
 | symbol (paper)       | here                                                                        |
 |----------------------|-----------------------------------------------------------------------------|
-| A, b                 | `found.a` (d + 1, d + 1) and `found.b` (C, d + 1), sums over all clients    |
+| A, b                 | `a` (d + 1, d + 1) and `b` (C, d + 1) of `found.sums`, over all clients     |
 | lambda               | `lam`                                                                       |
 | W* = (A + lambda I)^-1 b | `core.sums.ridge`, rows of weights and bias                             |
 
@@ -28,7 +28,8 @@ from pydantic import Field
 from clients.sums import SumsClient, SumsHParams
 from fedapp.core import sums
 from fedapp.core.sums import Float64
-from strategies._sums import Found, HeadFromSums, head_method
+from fedapp.reduce.spec import Totals
+from strategies._sums import HeadFromSums, head_method
 
 FLOOR = 1e-6
 """Smallest norm that a class is divided by (released code)."""
@@ -60,33 +61,33 @@ class Fed3R(HeadFromSums):
 
     settings: ClassVar[Fed3RHParams] = Fed3RHParams()
 
-    def rows(self, found: Found) -> tuple[Float64, dict[str, Any]]:
+    def rows(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
         """Return W* (step 3), normalised if that is asked for, and the penalty that was found."""
-        s = self.settings
+        s, a, b = self.settings, found.sums["a"], found.sums["b"]
         lam: Any = s.lam  # `auto` is settled
         entries = {}
         if lam == "gcv":
-            lam, inside = sums.best_penalty(found.a, found.b, bias=s.bias)
+            lam, inside = sums.best_penalty(a, b, bias=s.bias)
             entries = {"lam": lam}
             if not inside:
                 self.context.warn(f"fed3r: lam = {lam:.3g} is the end of the grid of generalised cross-validation")
         else:
-            self.check_penalty(found, lam)
-        rows = sums.ridge(found.a, found.b, lam, relative=s.relative, bias=s.bias)
+            self.check_penalty(a, b, lam)
+        rows = sums.ridge(a, b, lam, relative=s.relative, bias=s.bias)
         if s.normalise:
             norms = np.linalg.norm(rows[:, :-1], axis=1, keepdims=True)
             rows = rows / np.where(norms > 0, norms, FLOOR)
         return rows, entries
 
-    def check_penalty(self, found: Found, given: float) -> None:
+    def check_penalty(self, a: Float64, b: Float64, given: float) -> None:
         """Warn of a penalty below the mean square of a feature where there are about as many samples as features.
 
         Least squares then fits the noise of the samples, most of all at n = d + 1. In a trial with d = 1280, lam = 0.01
         and 0.4 to 2 times d + 1 samples lost 8 to 61 points of accuracy to lam = 300 times the mean square.
         """
-        n, width = float(found.b[:, -1].sum()), len(found.a)
-        square = float(np.trace(found.a)) / (n * width)
-        lam = given * (float(np.trace(found.a)) / width if self.settings.relative else 1)
+        n, width = float(b[:, -1].sum()), len(a)
+        square = float(np.trace(a)) / (n * width)
+        lam = given * (float(np.trace(a)) / width if self.settings.relative else 1)
         if lam < square and 0.4 <= n / width <= 2:
             self.context.warn(
                 f"fed3r: lam = {given:g} is small for {n:.0f} samples of {width - 1} features: near as "

@@ -3,7 +3,7 @@ Federated Learning with Pre-Trained Models, NeurIPS 2025.
 
 | symbol (paper)   | here                                                                          |
 |------------------|-------------------------------------------------------------------------------|
-| n_kc, mu_kc      | from b of client k, `found.parts[k]`: its counts and class means              |
+| n_kc, mu_kc      | from `b` of client k, in `found.parts[k]`: its counts and class means         |
 | K_c              | number of clients that own class c                                            |
 | S^_c, gamma, G   | `core.sums.scatter_of_means`                                                  |
 
@@ -27,7 +27,8 @@ from pydantic import Field
 from clients.sums import ClassSumsClient, SumsHParams
 from fedapp.core import sums
 from fedapp.core.sums import Float64
-from strategies._sums import Found, HeadFromSums, head_method
+from fedapp.reduce.spec import Totals
+from strategies._sums import HeadFromSums, head_method
 
 FEW = 10
 """With fewer owners of a class than width / FEW the summary says that the covariances have a low rank."""
@@ -59,9 +60,10 @@ class FedCOF(HeadFromSums):
     settings: ClassVar[FedCOFHParams] = FedCOFHParams()
     apart: ClassVar[bool] = True
 
-    def rows(self, found: Found) -> tuple[Float64, dict[str, Any]]:
+    def rows(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
         """Return the head (steps 3 to 5), and how many clients own a class."""
-        owners = np.sum([part[:, -1] > 0 for part in found.parts], axis=0)
+        parts = [part["b"] for part in found.parts]
+        owners = np.sum([part[:, -1] > 0 for part in parts], axis=0)
         mean, width = float(owners[owners > 0].mean()), self.context.width
         entries: dict[str, Any] = {"owners_of_a_class": mean}
         if mean < width / FEW:
@@ -71,9 +73,9 @@ class FedCOF(HeadFromSums):
             )
         gamma: Any = self.settings.gamma  # `auto` is settled
         if gamma == "mean-square":
-            gamma = found.energy / found.b[:, -1].sum()
+            gamma = float(found.sums["energy"][0]) / found.sums["b"][:, -1].sum()
             entries["gamma"] = gamma
-        return sums.cof(found.parts, gamma), entries
+        return sums.cof(parts, gamma), entries
 
 
 METHOD = head_method(

@@ -25,7 +25,8 @@ from pydantic import Field
 from clients.sums import ClassSumsClient, SumsHParams
 from fedapp.core import sums
 from fedapp.core.sums import Float64
-from strategies._sums import Found, HeadFromSums, head_method
+from fedapp.reduce.spec import Totals
+from strategies._sums import HeadFromSums, head_method
 
 
 class FedNCMHParams(SumsHParams):
@@ -39,9 +40,9 @@ class FedNCM(HeadFromSums):
 
     settings: ClassVar[FedNCMHParams] = FedNCMHParams()
 
-    def rows(self, found: Found) -> tuple[Float64, dict[str, Any]]:
+    def rows(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
         """Return the class means as a head (step 3)."""
-        return sums.nearest_mean(found.b, self.settings.metric), {}
+        return sums.nearest_mean(found.sums["b"], self.settings.metric), {}
 
 
 METHOD = head_method(

@@ -2,8 +2,8 @@
 
 | symbol        | here                                                                       |
 |---------------|----------------------------------------------------------------------------|
-| mu_c, n_c, N  | class means, class counts, number of samples, from `found.b`               |
-| Sigma         | covariance within classes, from `found.a` and `found.b`                    |
+| mu_c, n_c, N  | class means, class counts, number of samples, from `b` of `found.sums`     |
+| Sigma         | covariance within classes, from `a` and `b` of `found.sums`                |
 | g, pi_c       | `shrink`, and the class prior that `prior` names                           |
 
 1. Any base method with one global model trains as it always does.
@@ -24,7 +24,8 @@ from pydantic import Field
 from clients.sums import SumsClient, SumsHParams
 from fedapp.core import sums
 from fedapp.core.sums import Float64
-from strategies._sums import Found, HeadFromSums, head_method
+from fedapp.reduce.spec import Totals
+from strategies._sums import HeadFromSums, head_method
 
 
 class LDAHParams(SumsHParams):
@@ -43,9 +44,9 @@ class LDA(HeadFromSums):
 
     settings: ClassVar[LDAHParams] = LDAHParams()
 
-    def rows(self, found: Found) -> tuple[Float64, dict[str, Any]]:
+    def rows(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
         """Return the discriminant (steps 3 and 4)."""
-        return sums.discriminant(found.a, found.b, self.settings.shrink, self.settings.prior), {}
+        return sums.discriminant(found.sums["a"], found.sums["b"], self.settings.shrink, self.settings.prior), {}
 
 
 METHOD = head_method(

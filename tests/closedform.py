@@ -12,6 +12,7 @@ from fedapp import registry
 from fedapp.core import sums
 from fedapp.core.sums import FeatureSums
 from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
+from fedapp.reduce.spec import Totals
 from strategies._sums import HeadFromSums
 from tests import handmade
 
@@ -72,6 +73,11 @@ def asker(strategy: HeadFromSums, data: Data) -> Callable[[str, Payload], list[R
         return replies
 
     return ask
+
+
+def summed(strategy: HeadFromSums, state: ServerState, ask: Callable[[str, Payload], list[Reply]]) -> Totals:
+    """The sums over clients that give the replies of `ask`."""
+    return handmade.asking(strategy, ask)("sums", Payload(common=state["model"])).totals("sums")
 
 
 def repaired(

@@ -222,7 +222,7 @@ def test_noised_sums_count_for_no_more_than_the_cap(method: str) -> None:
         if isinstance(strategy, CCVR):
             return np.asarray(strategy.statistics(state["model"], asking(strategy, lambda *_: replies))[1].means)
         assert isinstance(strategy, HeadFromSums)
-        return strategy.asked(state["model"], asking(strategy, lambda *_: replies)).b
+        return closedform.summed(strategy, state, lambda *_: replies).sums["b"]
 
     np.testing.assert_allclose(totals(long, 2), totals(capped, 0), rtol=1e-6, atol=1e-6)
     assert np.abs(totals(long, 0) - totals(capped, 0)).max() > 0.1

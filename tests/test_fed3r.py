@@ -35,6 +35,7 @@ from tests.closedform import (
     random_data,
     repaired,
     server,
+    summed,
     together,
 )
 from tests.handmade import asking, deterministic, refusal
@@ -82,7 +83,7 @@ def test_any_dealing_of_the_samples_gives_the_same_head() -> None:
     solved = []
     for data in dealt:
         strategy, state = server("fed3r", ctx=ctx)
-        found = strategy.asked(state["model"], asking(strategy, asker(strategy, data)))
+        found = summed(strategy, state, asker(strategy, data))
         solved.append(strategy.rows(found)[0])
         np.testing.assert_allclose(wide(repaired("fed3r", data=data, ctx=ctx)[0]), wide(one), atol=1e-6)
     for rows in solved[1:]:
@@ -155,7 +156,7 @@ def test_all_clients_decide_on_the_factor() -> None:
     said = repaired("fed3r", "scale=fit", [(z, y), last], context(4, 5))[1]
     assert said["scale"] > 4 * sums.SCALES[0]
     strategy, state = server("fed3r", "scale=fit", context(4, 5))
-    found = strategy.asked(state["model"], asking(strategy, asker(strategy, [(z, y), last])))
+    found = summed(strategy, state, asker(strategy, [(z, y), last]))
     rows, seen = strategy.rows(found)[0], np.ones(4, dtype=bool)
     scales = [
         strategy.scale(state["model"], rows, seen, asking(strategy, asker(strategy, d)))
@@ -337,7 +338,7 @@ def test_sums_that_hide_single_replies_have_the_shapes_of_what_a_client_sends(me
         sent[kind] = {name: a.shape for name, a in replies[0].arrays.items()}
         return replies
 
-    found = strategy.asked(state["model"], asking(strategy, listening))
+    found = summed(strategy, state, listening)
     if method == "fed3r":
         strategy.scale(state["model"], strategy.rows(found)[0], np.ones(4, dtype=bool), asking(strategy, listening))
     assert list(sent) == (["sums", "losses"] if method == "fed3r" else ["sums"])

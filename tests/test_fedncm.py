@@ -20,9 +20,10 @@ from tests.closedform import (
     random_data,
     repaired,
     server,
+    summed,
     together,
 )
-from tests.handmade import asking, deterministic
+from tests.handmade import deterministic
 
 
 def test_the_head_of_the_worked_example() -> None:
@@ -50,7 +51,7 @@ def test_any_dealing_of_the_samples_gives_the_same_head(metric: str) -> None:
         expected = np.column_stack([means / np.linalg.norm(means, axis=1, keepdims=True), np.zeros(4)])
     for data in (random_data(1), random_data(7), random_data(300), one_class_each(random_data(1))):
         strategy, state = server("fedncm", f"metric={metric}", ctx=ctx)
-        rows = strategy.rows(strategy.asked(state["model"], asking(strategy, asker(strategy, data))))[0]
+        rows = strategy.rows(summed(strategy, state, asker(strategy, data)))[0]
         np.testing.assert_allclose(rows, expected, atol=1e-12)
 
 
