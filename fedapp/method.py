@@ -336,11 +336,12 @@ class Method:
         return {n: s for n, s in shapes.items() if any(n.startswith(p) or n == p.rstrip(".") for p in prefixes)}
 
     def reductions(self, hparams: BaseHParams) -> Reductions:
-        """Return the reductions of each exchange. An exchange that is missing brings single replies."""
+        """Return the reductions by type of message: `train` or `query.<kind>`. A missing one brings single replies."""
         if self.reduces is None:
             usual: Reductions = self.strategy.usual_reductions()
             return usual
-        return self.reduces(hparams) if callable(self.reduces) else self.reduces
+        found = self.reduces(hparams) if callable(self.reduces) else self.reduces
+        return {"query.prepare" if exchange == "prepare" else exchange: of for exchange, of in found.items()}
 
     def guarded_by(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return the possible measures against clients that lie, with these hyperparameters.
@@ -372,9 +373,7 @@ class Method:
         """Return how replies may be summed before the server sees them, with these hyperparameters."""
         found = [r.permits.sums for r in self._all(hparams)]
         sums = [s for s in found if s is not None]
-        asked = {kind if kind == "prepare" else f"query.{kind}" for kind in self.queries} - self.reductions(
-            hparams
-        ).keys()
+        asked = {f"query.{kind}" for kind in self.queries} - self.reductions(hparams).keys()
         if not found or len(sums) < len(found) or asked or self._untested("secure-sum"):
             return None
         weights, rows = ({getattr(s, name) for s in sums} - {""} for name in ("weights", "rows"))

@@ -23,6 +23,9 @@ from fedapp.learning.training import Batch, Phase, TrainReport, trained_alone
 from fedapp.method import Arrays, BaseHParams, Payload
 from fedapp.models import SplitModel
 from fedapp.models.selection import everything, extract
+from fedapp.privacy import statistics
+from fedapp.privacy.clients import noised_client
+from strategies._sums import class_sums
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.local import METHOD as LOCAL
 from tests.handmade import (
@@ -284,6 +287,15 @@ def test_the_query_before_round_1_has_a_function_of_its_own() -> None:
     assert list(arrays) == ["sum"] and count == 12 and not numbers
     with pytest.raises(ValueError, match=r"'query\.prepare'"):
         FedClient(task, FEDAVG, BaseHParams()).answer_query("prepare", sent, 0)
+
+
+def test_with_noise_the_answer_before_round_1_is_the_noised_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, hparams = registry.configured("fed3r", "base=none")
+    early = replace(found, reduces={"train": {}, "prepare": {"sums": class_sums(True, False, False)}})
+    client = noised_client(early, hparams)(one_batch_task(), early, hparams)
+    monkeypatch.setattr(statistics, "release", lambda client, batches, moments, kind: {"count": np.array([len(kind)])})
+    arrays, _, _ = client.answer_query("prepare", whole(model_like(client.task)), 0)
+    assert {n: a.tolist() for n, a in arrays.items()} == {"sums/count": [7]}
 
 
 @pytest.mark.parametrize("name", MOVED)

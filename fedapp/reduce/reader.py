@@ -67,9 +67,7 @@ class Reader:
 
     def __init__(self, method: Method, hparams: Any, context: ServerContext, policy: Policy) -> None:
         self.method, self.hparams, self.context, self.policy = method, hparams, context, policy
-        found = dict(method.reductions(hparams))
-        if "prepare" in found:
-            found["query.prepare"] = found.pop("prepare")
+        found = method.reductions(hparams)
         if policy.privacy is not None:
             found = {exchange: {n: noised(r) for n, r in of.items()} for exchange, of in found.items()}
         self.reductions = found
