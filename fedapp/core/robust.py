@@ -374,13 +374,25 @@ def screened(rows: Float64, factor: float = FAR) -> npt.NDArray[np.bool_]:
     return near
 
 
+def places_of(labels: Iterable[Array]) -> dict[int, list[tuple[int, int]]]:
+    """Return for each class its places (k, i) in the labels (S,) of all clients: row i of client k."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for k, of in enumerate(labels):
+        for i, c in enumerate(of.tolist()):
+            found.setdefault(c, []).append((k, i))
+    return found
+
+
+def change(new: Mapping[str, Array], old: Mapping[str, Array]) -> Float64:
+    """Return the difference of two models as one vector (D,), in the order of the arrays of `new`."""
+    return np.concatenate([np.subtract(a, old[n], dtype=np.float64).ravel() for n, a in new.items()])
+
+
 def changes_bounded(new: Sequence[Mapping[str, Array]], sent: Sequence[Mapping[str, Array]]) -> list[Arrays]:
     """Return models, K of them, whose changes from what was sent are no longer than the median change."""
-    flat = np.stack([np.concatenate([np.subtract(m[n], s[n], dtype=np.float64).ravel() for n in m])
-                     for m, s in zip(new, sent)])  # fmt: skip
     result: list[Arrays] = []
-    for model, start, change in zip(new, sent, bounded(flat)):
-        parts = np.split(change, np.cumsum([np.size(a) for a in model.values()])[:-1])
+    for model, start, moved in zip(new, sent, bounded(np.stack(list(map(change, new, sent))))):
+        parts = np.split(moved, np.cumsum([np.size(a) for a in model.values()])[:-1])
         result.append({n: (start[n] + part.reshape(np.shape(a))).astype(np.asarray(a).dtype)
                        for (n, a), part in zip(model.items(), parts)})  # fmt: skip
     return result

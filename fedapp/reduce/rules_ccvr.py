@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fedapp.core.averages import lower_median
 from fedapp.core.gaussian import ClassMoments
 from fedapp.core.names import under
-from fedapp.core.robust import FAR, FEW, capped, norms_of, screened
+from fedapp.core.robust import FAR, FEW, capped, change, norms_of, places_of, screened
 from fedapp.method import Arrays, Reply, ServerContext, ServerState
 from fedapp.reduce.plain import PlainMoments
 from fedapp.reduce.spec import Audit, Gaussians
@@ -63,9 +63,7 @@ def pulls(without: Sequence[Mapping[str, Array]], model: Mapping[str, Array]) ->
     ----------
     without : the model as it is without client k, by name of its arrays.   model : with all of them.
     """
-    flat = np.stack([np.concatenate([np.subtract(m[n], a, dtype=np.float64).ravel() for n, a in model.items()])
-                     for m in without]) if without else np.zeros((0, 1))  # fmt: skip
-    moves = norms_of(flat)
+    moves = norms_of(np.stack([change(model, m) for m in without])) if without else np.zeros(0)
     typical = float(np.median(moves)) if len(moves) >= FEW else 0.0
     return moves / typical if typical > 0 else np.zeros(len(moves))
 
@@ -99,14 +97,11 @@ def screened_statistics(answers: Sequence[Mapping[str, Array]]) -> tuple[list[Ar
     The statistics, and how many counts were `capped`, class statistics `left_out` and covariances `scaled`.
     """
     found = [dict(arrays) for arrays in answers]
-    places: dict[int, list[tuple[int, int]]] = {}
-    for k, arrays in enumerate(found):
+    for arrays in found:
         arrays["count"] = arrays["count"].astype(np.int64)
-        for i, c in enumerate(arrays["ids"].tolist()):
-            places.setdefault(c, []).append((k, i))
     kept = [np.ones(len(arrays["ids"]), dtype=np.bool_) for arrays in found]
     capped_counts = 0
-    for of in places.values():
+    for of in places_of(arrays["ids"] for arrays in found).values():
         counts = np.array([found[k]["count"][i] for k, i in of])
         short = np.maximum(capped(counts, COUNT).astype(np.int64), 1)
         capped_counts += int((short < counts).sum())

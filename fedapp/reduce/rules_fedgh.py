@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.core.averages import lower_median
-from fedapp.core.robust import FEW, bounded, norms_of, screened
+from fedapp.core.robust import FEW, bounded, norms_of, places_of, screened
 from fedapp.reduce.plain import PlainRows
 from fedapp.reduce.spec import ClassRows, Rows
 
@@ -50,12 +50,8 @@ def screened_lars(lars: Sequence[tuple[Array, Array]]) -> tuple[list[npt.NDArray
     means = [np.asarray(rows, dtype=np.float64) for _, rows in lars]
     kept = [np.ones(len(rows), dtype=np.bool_) for rows in means]
     every = np.concatenate([norms_of(rows) for rows in means]) if means else np.zeros(0)
-    places: dict[int, list[tuple[int, int]]] = {}
-    for k, (labels, _) in enumerate(lars):
-        for i, c in enumerate(labels.tolist()):
-            places.setdefault(c, []).append((k, i))
     short = [rows.copy() for rows in means]
-    for of in places.values():
+    for of in places_of(labels for labels, _ in lars).values():
         rows = np.stack([means[k][i] for k, i in of])
         rows = bounded(rows, LENGTH * lower_median(norms_of(rows) if len(of) >= FEW else every))
         for (k, i), row, near in zip(of, rows, screened(rows)):

@@ -8,7 +8,6 @@ import numpy as np
 
 from fedapp.core.robust import capped_statistics
 from fedapp.method import Arrays
-from fedapp.reduce.plain import PlainRows
 from fedapp.reduce.rules_ccvr import scale_covariances
 from fedapp.reduce.rules_fedgh import ScreenedRows
 from fedapp.reduce.spec import LABELS, ClassRows, Rows
@@ -27,7 +26,7 @@ class BoundedGaussians(ScreenedRows):
 
     def result(self) -> list[ClassRows]:
         """Return the rows that are left; the arrays of their replies are bounded."""
-        found = [of for of in (ScreenedRows if self.robust.rules else PlainRows).result(self) if len(of.labels)]
+        found = [of for of in (super().result() if self.robust.rules else self._found) if len(of.labels)]
         sent = [self._statistics(of.reply.arrays) for of in found]
         if self.robust.rules and any("cov" in arrays for arrays in sent):
             scale_covariances(sent)
