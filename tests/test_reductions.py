@@ -16,6 +16,7 @@ from fedapp.learning.state import read_safetensors
 from tests.handmade import deterministic
 from tests.matrix import TYPICAL
 
+SMALL = {"dataset": "digits", "data_fraction": 0.3, "rounds": 3, "clients": 3, "local_epochs": 1, "seed": 2}
 HALF = {"clients": 4, "fraction_train": 0.5, "alpha": 0.3}
 """Half of the clients in each round."""
 MIXED: dict[str, Any] = {"model": "digits-a,digits-b"}
@@ -85,16 +86,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         key = f"{text} {settings}"
         if key not in kept:
             method, _, args = text.partition(" ")
-            common = {
-                "dataset": "digits",
-                "data_fraction": 0.3,
-                "rounds": 3,
-                "clients": 3,
-                "local_epochs": 1,
-                "seed": 2,
-            }
             out = tmp_path_factory.mktemp("run") / "run"
-            kept[key] = run(method=method, method_args=args, out=out, **{**common, **settings})
+            kept[key] = run(method=method, method_args=args, out=out, **{**SMALL, **settings})
         return kept[key]
 
     return go
