@@ -129,7 +129,6 @@ class FedClient(PositionalClient):
         self.newcomer = False  # whether `meet` scores it
         self.newcomer_epochs: int | None = None  # of local training, which `meet` gives
         self.stored: Stored | None = None  # the state that `restore` has read, with `self.own`
-        self._loaded: Stored | None = None
         self._starts_from_state = True
         self._unread: Collection[str] = ()  # names in the stored state that a round does not read
         self.releaser: Releaser | None = None  # with `dp`: the only way in which numbers leave
@@ -609,30 +608,33 @@ class FedClient(PositionalClient):
         """Build the model as this client left it before `server_round`; a new client gets its seeded initial model."""
         skeleton = _skeleton(type(self), self.task.spec(0), self.hparams)
         covered = self._covered(payload)
-        self._loaded = None
         self._starts_from_state = always or self.needs_state or not covered
         self._unread = () if always else self._replaced(payload)
         self.reference = payload.all()
         if self.store is not None and self._starts_from_state:
-            self.stored = self._loaded = self.store.load(server_round, without=self._unread)
+            self.stored = self.store.load(server_round, without=self._unread)
         elif self.store is not None:
             # The server sends the whole model, so only the private arrays are read from the stored state.
             self.stored = self.store.load(server_round, "own/", needed=False)
-            if self.stored is not None:
-                self.own = names.under("own/", self.stored.arrays)
+        if self.stored is not None:
+            self.own = names.under("own/", self.stored.arrays)
         begins = self._loaded is None and not covered
-        unread = self._looks() and not self._starts_from_state
-        blank = () if self._looks() and not unread else payload.all().keys()
+        blank = () if self._looks() and self._starts_from_state else payload.all().keys()
         self.model = self.initial_model() if begins else copied(skeleton, blank)
-        if unread:  # a method that looks at it would else find an untrained model, the same at all clients
+        if self._looks() and not self._starts_from_state:
+            # Without NaN the method would find an untrained model there, the same at all clients.
             state = self.model.state_dict()
             for name in payload.all().keys() & state.keys():
                 state[name].fill_(math.nan)
         if self._loaded is not None:
             selection.merge(self.model, names.under("model/", self._loaded.arrays))
-            self.own = names.under("own/", self._loaded.arrays)
         if self.device.type != "cpu":
             self.model.to(self.device)
+
+    @property
+    def _loaded(self) -> Stored | None:
+        """The stored state that the model starts from, or None."""
+        return self.stored if self._starts_from_state else None
 
     def _replaced(self, payload: Payload) -> set[str]:
         """Return the names, in a stored state, of what `receive` replaces before a method can have looked at it."""
