@@ -19,6 +19,11 @@ def test_the_head_of_the_worked_example() -> None:
     assert not head[B].any() and found["owners_of_a_class"] == 2 and "note" not in found
 
 
+def test_a_class_without_owners_does_not_count_among_the_owners_of_a_class() -> None:
+    _, found = repaired("fedcof", ctx=context(classes=4))  # three of them have samples
+    assert found["owners_of_a_class"] == 2
+
+
 def estimated(means: np.ndarray, counts: list[int], draws: int = 3000) -> np.ndarray:
     """The mean estimate of one class's covariance, of clients whose true means are given."""
     rng, root = np.random.default_rng(0), np.linalg.cholesky(np.array([[2, 0.5], [0.5, 1]]))

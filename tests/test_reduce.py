@@ -22,6 +22,7 @@ from fedapp.federation.hook import Hooks
 from fedapp.federation.loop import train_once
 from fedapp.federation.participants import Participants, Progress
 from fedapp.method import UNTESTED, BaseHParams, Payload, Reply, ServerState, Sums
+from fedapp.reduce.noised import Noised, noised
 from fedapp.reduce.plain import MeanReducer, PlainClassMeans
 from fedapp.reduce.reader import Policy
 from fedapp.reduce.robust import RobustClassMeans
@@ -259,3 +260,22 @@ def test_further_arrays_of_a_method_that_declares_no_reductions_are_accepted() -
 def test_counts_are_whole_numbers(dtype: Any) -> None:
     assert form_problem({"n": np.ones(2, dtype)}, {"n": np.zeros(2, np.int64)}) is not None
     assert form_problem({"n": np.ones(2, np.uint8)}, {"n": np.zeros(2, np.int64)}) is None
+
+
+@pytest.mark.parametrize("method", ["fed3r", "fedncm", "lda", "fedgh", "ccvr"])
+def test_noised_statistics_of_another_form_are_refused(method: str) -> None:
+    known, hparams = registry.configured(method, "cov=sums" if method == "ccvr" else "")
+    [statistics] = [
+        form for found in known.reductions(hparams).values() for form in map(noised, found.values())
+        if isinstance(form, Noised)
+    ]  # fmt: skip
+    of = context(HEAD, num_classes=2, width=1)
+    form = statistics.form(of, {})
+    for name, array in form.items():
+        assert statistics.problem(of, reply(0, 5, form), form) is None
+        for bad in (array.astype(np.float32), array[None], array[:-1]):
+            assert isinstance(statistics.problem(of, reply(0, 5, {**form, name: bad}), form), Impossible)
+        lost = {other: a for other, a in form.items() if other != name}
+        assert isinstance(statistics.problem(of, reply(0, 5, lost), form), Impossible)
+        infinite = {**form, name: np.full_like(array, np.nan)}
+        assert "not finite" in (statistics.problem(of, reply(0, 5, infinite), form) or "")
