@@ -115,6 +115,15 @@ def locked(
         lock.release()
 
 
+@contextmanager
+def explained(what: str, remedy: str) -> Iterator[None]:
+    """Turn an OSError of the block into a BadRequest: what failed, the system's reason, and the remedy."""
+    try:
+        yield
+    except OSError as e:
+        raise BadRequest(f"{what} ({e.strerror or e}): {remedy}") from e
+
+
 def unusable(folder: Path, error: OSError) -> str:
     """Return the message that a folder cannot be written to."""
     return f"{folder} cannot be written ({error.strerror or error}); give a folder that you may write to"

@@ -23,7 +23,7 @@ from fedapp import __version__
 from fedapp.bodies.known import Body
 from fedapp.data.cache import cache_root
 from fedapp.errors import BadRequest, described
-from fedapp.files import atomic
+from fedapp.files import atomic, explained
 from fedapp.lazy import F, nn, torch
 
 Float32 = npt.NDArray[np.float32]
@@ -215,14 +215,10 @@ def _exported(body: Body) -> Path:
     final = cache_root() / "bodies" / f"{key}.onnx"
     if not final.is_file():
         net = body.make(body.file).eval()
-        try:
+        with explained(f"cannot write {final.parent}", "set FEDAPP_CACHE to another folder"):
             final.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(final.with_suffix(".lock")), atomic(final) as part:
                 _export(net, body, part)
-        except OSError as e:
-            raise BadRequest(
-                f"cannot write {final.parent} ({e.strerror or e}): set FEDAPP_CACHE to another folder"
-            ) from e
     return final
 
 

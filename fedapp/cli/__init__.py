@@ -14,6 +14,7 @@ from fedapp.cli import deployment, listing
 from fedapp.cli.options import Application, Commands, Set, collect, names
 from fedapp.cli.printing import show
 from fedapp.errors import BadRequest, is_number
+from fedapp.files import explained
 from fedapp.results import terminal
 from fedapp.results.terminal import echo, print_anything
 
@@ -186,12 +187,10 @@ def partition(
         echo(f"warning: {warning}")
     echo(f"hash {data.partition.hash}")
     if out is not None:
-        try:
+        with explained(f"{out} cannot be written", "choose another --out"):
             out.mkdir(parents=True, exist_ok=True)
             data.partition.save(out / "partition.npz")
             maps.label_heat(card.train, card.classes).savefig(out / "partition.png", facecolor="white")
-        except OSError as e:
-            raise BadRequest(f"{out} cannot be written ({e.strerror}): choose another --out") from e
         echo(f"written to {out}")
 
 
@@ -392,10 +391,8 @@ def predict(
         net = _loaded(run or Path(), client, received, allow)
     found = predicting.run(net, files)
     if out is not None:
-        try:
+        with explained(f"{out} cannot be written", "choose another --out"):
             write_table(out, found)
-        except OSError as e:
-            raise BadRequest(f"{out} cannot be written ({e.strerror or e}): choose another --out") from e
     probabilities = found.filter(regex="^p_").to_numpy()
     order = (-probabilities).argsort(axis=1, kind="stable")[:, :top]
     heads = ["sample", *(f"{place}." for place in range(1, order.shape[1] + 1))]

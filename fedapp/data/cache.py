@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ import numpy as np
 from filelock import FileLock
 
 from fedapp.errors import BadRequest
+from fedapp.files import explained
 
 FORMAT = 3
 """Part of every key: raised when the meaning of the stored arrays changes, so that old folders are not read."""
@@ -103,17 +104,10 @@ class Store:
         return array
 
 
-@contextlib.contextmanager
-def _written(root: Path) -> Iterator[None]:
-    """Say what to do if the block cannot write into the cache."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or error  # NumPy says how many bytes it could not write
-        raise BadRequest(
-            f"cannot write the data cache {root} ({why}): free some space on its disk, or set FEDAPP_CACHE to a folder "
-            "that can be written and has more"
-        ) from error
+def _written(root: Path) -> contextlib.AbstractContextManager[None]:
+    """Say what to do if the block cannot write into the cache; NumPy's reason counts the bytes that are missing."""
+    remedy = "free some space on its disk, or set FEDAPP_CACHE to a folder that can be written and has more"
+    return explained(f"cannot write the data cache {root}", remedy)
 
 
 def build_once(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fedapp.core.products import Linear
 from fedapp.errors import BadRequest
-from fedapp.files import atomic
+from fedapp.files import atomic, explained
 from fedapp.results.predict import LoadedModel, described
 
 FORMATS = ("pt2", "onnx")
@@ -65,7 +65,7 @@ def write(net: LoadedModel, to: str, path: Path) -> float:
     with torch.inference_mode(), _traced():
         wanted = net(x)  # before tracing, so that the transform's cached constants are real tensors
     facts = json.dumps(described(net.inputs, net.classes))
-    try:
+    with explained(f"{path} cannot be written", "choose another --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic(path, mode=0o666) as part:
             with _traced():
@@ -73,8 +73,6 @@ def write(net: LoadedModel, to: str, path: Path) -> float:
             difference = float((found - wanted).detach().abs().max())
             if not difference <= CLOSE * max(1.0, float(wanted.abs().max())):
                 raise RuntimeError(f"the exported graph differs from the model by {difference:g}; nothing was kept")
-    except OSError as e:
-        raise BadRequest(f"{path} cannot be written ({e.strerror or e}): choose another --out") from e
     return difference
 
 

@@ -35,6 +35,7 @@ from fedapp.config import RunConfig
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
 from fedapp.experiments.shipped import Entry
+from fedapp.files import explained
 from fedapp.results.directory import write_text
 from fedapp.results.runs import RunResult
 from reproduction.ledger.studies import RunKey, keys_of, settings_of, studies
@@ -219,11 +220,9 @@ def write(folder: Path, runs: Mapping[RunKey, RunResult]) -> Archive:
                 **{name: _columns(getattr(run, name, pd.DataFrame())) for name in TABLES},
             })  # fmt: skip
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-        try:
+        with explained(f"{folder} cannot be written", "give another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / f"{study.id}.jsonl", text)
-        except OSError as e:
-            raise BadRequest(f"{folder} cannot be written ({e.strerror or e}): give another folder") from e
     return Archive(merged, {key: why for key, why in differ.items() if why})
 
 
