@@ -11,10 +11,10 @@ import hashlib
 import json
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from fedapp.data.dataset import Dataset
 from fedapp.engines import local, pool
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest
-from fedapp.files import atomic, locked
+from fedapp.files import atomic, explained, locked
 from fedapp.settings import DataSettings
 
 CHUNK = 256
@@ -94,6 +94,11 @@ class Source:
 
     def __len__(self) -> int:
         return len(self.columns["y"])
+
+    def fit(self, extractor: Extractor) -> None:
+        """Compare a body with the samples; see :meth:`Extractor.fit`."""
+        data = self.found
+        extractor.fit(None) if isinstance(data, list) else extractor.fit(data.shape, data.kind == "image")
 
     def features(self, extractor: Extractor, rows: range) -> Array:
         """Return the features (n, width) of neighbouring rows, float16."""
@@ -232,18 +237,18 @@ def extract(
     began = time.perf_counter()
     extractor = Extractor(body)
     given, extractor.body = _sized(given, extractor.body)
-    data = given.found
-    extractor.fit(None) if isinstance(data, list) else extractor.fit(data.shape, data.kind == "image")
-    body, rows = extractor.body, len(given)
+    given.fit(extractor)
+    body, rows, skipped = extractor.body, len(given), getattr(given.found, "skipped", ())
     chunks = _Chunks(out.with_name(f"{out.name}.parts"), f"{given.digest} {body.digest}", rows)
-    with _written(out):
+    written = partial(explained, f"cannot write {out} and its chunks", "repeat the command when it can be")
+    with written():
         chunks.folder.mkdir(exist_ok=True)
     with locked(chunks.folder / LOCK, f"another process extracts {out}: wait until it has ended, or end it"):
         missing = chunks.missing()
         there, done = len(chunks) - len(missing), rows - sum(len(chunks.rows(n)) for n in missing)
         progress(done, rows)
-        with _written(out), _runner(given, extractor, chunks, workers or usable_cores(), len(missing)) as run:
-            for number in run(missing):
+        with written(), closing(_made(given, extractor, chunks, workers or usable_cores(), missing)) as made:
+            for number in made:
                 done += len(chunks.rows(number))
                 progress(done, rows)
         alive, cut = np.zeros(body.width, bool), 0
@@ -251,9 +256,9 @@ def extract(
             alive, cut = alive | x.any(axis=0), cut + count
         about = {**body.about(), "rows": rows, "dead-columns": int((~alive).sum()), "fedapp": __version__}
         about |= {"texts-cut": cut} if body.tokenizer else {}
-        about |= {"left-out": data.skipped} if isinstance(data, Dataset) and data.skipped else {}
+        about |= {"left-out": skipped} if skipped else {}
         columns = {**given.columns, "about": np.array(json.dumps(about))}
-        with _written(out):
+        with written():
             _write(out, columns, (rows, body.width), (chunks.read(n)[0] for n in range(len(chunks))))
             chunks.remove()
     return Extracted(out, rows, about, time.perf_counter() - began, there)
@@ -265,16 +270,6 @@ def _sized(given: Source, body: Body) -> tuple[Source, Body]:
         return given, body
     sized = Source(given.name, given.place, given.settings.replaced(image_size=body.size))
     return sized, replace(body, resize="cropped, bilinear of PIL")
-
-
-@contextmanager
-def _written(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as e:
-        raise BadRequest(
-            f"cannot write {out} and its chunks ({e.strerror or e}): repeat the command when it can be"
-        ) from e
 
 
 @dataclass(frozen=True)
@@ -344,39 +339,25 @@ class _Chunks:
         return number
 
 
-@contextmanager
-def _runner(
-    given: Source, extractor: Extractor, chunks: _Chunks, workers: int, missing: int
-) -> Iterator[Callable[[Sequence[int]], Iterator[int]]]:
-    """Give a function that makes chunks, in this process or in several, and yields the numbers of those made."""
-    if min(workers, missing) <= 1:
+def _made(
+    given: Source, extractor: Extractor, chunks: _Chunks, workers: int, missing: Sequence[int]
+) -> Generator[int, None, None]:
+    """Make chunks, in this process or in several, and yield the numbers of those made."""
+    if (workers := min(workers, len(missing))) <= 1:
         with process.environment(OMP_NUM_THREADS="1"):
-            yield partial(map, partial(chunks.make, given, extractor))
+            yield from map(partial(chunks.make, given, extractor), missing)
         return
-    with process.environment(OMP_NUM_THREADS="1"):  # the workers inherit it
-        apart = process.new_processes([{"body": extractor.body.name}])
-        workers_of = ProcessPoolExecutor(
-            min(workers, missing),
-            mp_context=apart,
-            initializer=_begin,
-            initargs=(replace(given), extractor.body, chunks),
-        )
-        try:
-
-            def run(numbers: Sequence[int]) -> Iterator[int]:
-                with pool.uninterrupted():
-                    waiting = [workers_of.submit(_make, number) for number in numbers]
-                for future in as_completed(waiting):
-                    yield future.result()
-
-            yield run
-        except BrokenProcessPool as e:
-            raise BadRequest("a process of the extraction was ended, perhaps since memory ran out: repeat the command "
-                             "with fewer workers") from e  # fmt: skip
-        except BaseException:
-            pool.end(workers_of)
-            raise
-        workers_of.shutdown()
+    configs, initial = [{"body": extractor.body.name}], (replace(given), extractor.body, chunks)
+    try:
+        with pool.started(workers, configs, _begin, initial) as apart:
+            with pool.uninterrupted():
+                waiting = [apart.submit(_make, number) for number in missing]
+            for future in as_completed(waiting):
+                yield future.result()
+    except BrokenProcessPool as e:
+        raise BadRequest(
+            "a process of the extraction was ended, perhaps since memory ran out: repeat the command with fewer workers"
+        ) from e
 
 
 _mine: list[Callable[[int], int]] = []
@@ -387,8 +368,7 @@ def _begin(given: Source, body: Body, chunks: _Chunks) -> None:
     pool.begin_worker()
     process.prepare(1)
     extractor = Extractor(body)
-    data = given.found
-    extractor.fit(None) if isinstance(data, list) else extractor.fit(data.shape, data.kind == "image")
+    given.fit(extractor)
     same = f"{given.digest} {body.digest}" == chunks.of
     _mine[:] = [partial(chunks.make, given, extractor) if same else partial(_refuse, given)]
 

@@ -12,11 +12,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedapp import config as configuration
 from fedapp import process
@@ -76,7 +77,24 @@ def uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def end(pool: ProcessPoolExecutor) -> None:
+@contextmanager
+def started(
+    workers: int, configs: Iterable[Mapping[str, Any]], initializer: Callable[..., None], initargs: tuple[Any, ...] = ()
+) -> Iterator[ProcessPoolExecutor]:
+    """Start a pool of processes with one thread each for flat run-configs; they end at once if the block fails."""
+    with process.environment(OMP_NUM_THREADS="1"):  # the workers inherit it
+        pool = ProcessPoolExecutor(
+            workers, mp_context=process.new_processes(configs), initializer=initializer, initargs=initargs
+        )
+        try:
+            yield pool
+        except BaseException:
+            _end(pool)
+            raise
+        pool.shutdown()
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
     """End the workers of a pool at once."""
     for worker in list((pool._processes or {}).values()):
         worker.terminate()
@@ -104,24 +122,16 @@ def run_all(
     workers = min(workers or usable_cores(), max(1, len(configs)))
     ended: list[FinishedRun] = []
     queue = list(configs)
-    with process.environment(OMP_NUM_THREADS="1"):  # the workers inherit it
-        pool = ProcessPoolExecutor(
-            workers, mp_context=process.new_processes(c.to_flat() for c in configs), initializer=begin_worker
-        )
-        try:
-            running: set[Future[FinishedRun]] = set()
-            while queue or running:
-                while queue and len(running) < workers and not deadline():
-                    with uninterrupted():
-                        running.add(pool.submit(_run, queue.pop(0).to_flat()))
-                if not running:
-                    break
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    ended.append(future.result())
-                    on_end(ended[-1])
-        except BaseException:
-            end(pool)
-            raise
-        pool.shutdown()
+    with started(workers, (c.to_flat() for c in configs), begin_worker) as pool:
+        running: set[Future[FinishedRun]] = set()
+        while queue or running:
+            while queue and len(running) < workers and not deadline():
+                with uninterrupted():
+                    running.add(pool.submit(_run, queue.pop(0).to_flat()))
+            if not running:
+                break
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                ended.append(future.result())
+                on_end(ended[-1])
     return ended
