@@ -330,7 +330,7 @@ def features(
     about = found.about
     echo(f"{found.rows} rows of {about['width']} features, {about['dead-columns']} of them 0 everywhere")
     if left := about.get("left-out"):
-        echo(f"{len(left)} left out because they cannot be used: {', '.join(left[:5])}{', ...' * (len(left) > 5)}")
+        echo(f"{len(left)} left out because they cannot be used: {', '.join(left[:5])}{', ...' if left[5:] else ''}")
     if cut := about.get("texts-cut"):
         echo(f"{cut} texts have more than {about['tokens']} tokens and were cut")
     echo(f"body {about['name']} {about['body'][:8]}, {found.seconds:.0f} s, written to {found.out}")

@@ -535,8 +535,8 @@ def run(
         alerts = [*shared.lines[int(shared.ok) :], *differences(tabled, grid.parse(tune, TUNE))]
         options = {
             "methods": methods, "datasets": ",".join(datasets), "partitions": ",".join(partitions), "sweep": sweep,
-            "grid": points, "tune": tune, "on": "validation" * bool(tune), "reference": reference, "target": target,
-            "seeds": seeds,
+            "grid": points, "tune": tune, "on": "validation" if tune else "", "reference": reference,
+            "target": target, "seeds": seeds,
         }  # fmt: skip
         notes = [*notes, *shared.lines[: int(shared.ok)]]
         tables.write(out, tabled, again, first, target, alerts, notes, command_of(options, values))

@@ -366,7 +366,7 @@ def _paths(comparison: Comparison, everything: bool) -> Iterator[tuple[str, str]
 
 def _table(answer: Answer, width: int, lines: int | None) -> list[str]:
     """Return the lines of the table: as many methods as fit into `lines`, then training alone and guessing."""
-    rows = [row_of(answer, v, answer.name(v) + " *" * (v in answer.delivered)) for v in answer.methods]
+    rows = [row_of(answer, v, answer.name(v) + (" *" if v in answer.delivered else "")) for v in answer.methods]
     fixed = [row_of(answer, answer.alone, ALONE)] if answer.alone else []
     if len(answer.again):
         fixed.append([AGAIN, *cells_of(answer, answer.again, None)])

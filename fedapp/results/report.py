@@ -333,7 +333,7 @@ def _answered(comparison: Comparison, answer: Answer, several: bool) -> dict[str
         if label in answer.methods or label == answer.alone:
             test = answer.test(label)
             strong = test is not None and intervals.is_decided(test)
-            name, own, *cells = row_of(answer, label, title_of(label) + " *" * (label in answer.delivered))
+            name, own, *cells = row_of(answer, label, title_of(label) + (" *" if label in answer.delivered else ""))
             shown = [Cell(own), *(Cell(c, strong=strong and i < 2) for i, c in enumerate(cells))]
             rows.append([name, *shown, str(test["word"]) if test else ""])
         else:

@@ -452,7 +452,7 @@ def shortlist(runs: Sequence[Kept]) -> list[str]:
         low, high = (f"{in_points(c.methods[method])}, {block.id}" for block, c in (ordered[0], ordered[-1]))
         decided = " / ".join(str(sum(method in c.of(word) for _, c in known)) for word in ("better", "equal", "open"))
         rows.append((
-            title(method), f"{'one architecture' if one else 'any architectures'}{', public rows' * public}",
+            title(method), f"{'one architecture' if one else 'any architectures'}{', public rows' if public else ''}",
             "facts of single classes" if reveals else "no single classes", f"{up / 1000:.1f}", decided, low, high,
         ))  # fmt: skip
     heads = "method|needs|reveals|up, kB:|better / equal / open:|lowest difference, points|highest difference, points"

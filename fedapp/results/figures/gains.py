@@ -51,7 +51,7 @@ def differences(runs: Runs, answer: Answer, name: str, suffix: str) -> Iterator[
         yield Drawing(
             f"forest-{measure}{suffix}",
             _titled(title[:1].upper() + title[1:], name),
-            text + " Intervals hold for all methods of the plot together, at 95 %." * (answer.seeds > 2),
+            text + (" Intervals hold for all methods of the plot together, at 95 %." if answer.seeds > 2 else ""),
             f"Differences to {answer.name(answer.reference)} in points. {said}.",
             plots.forest(rows, answer.name(answer.reference)),
         )
