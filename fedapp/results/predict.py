@@ -1,8 +1,8 @@
 """Stored models: how they are written, how they become a module again, and `fedapp predict`, which uses them.
 
 A node writes `STATE-DIR/<federation>/<client-id>/personal.safetensors` after every round it trained, and again at the
-final evaluation, after one more local training on what the server would send next (unless `final-training` is false).
-It writes `received.safetensors` when it evaluates what the server sent. A simulation with `keep-models` writes both
+final evaluation, after one more local training on the payload of the next round (unless `final-training` is false).
+It writes `received.safetensors` when it evaluates a payload of the server. A simulation with `keep-models` writes both
 files of every client to `OUT/models/clients/<client-id>/` at the final evaluation. Each file is complete: its header
 names the method, the architecture, the classes and the normalisation.
 """

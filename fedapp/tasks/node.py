@@ -108,11 +108,11 @@ class Node(BaseModel):
     )
     min_class_count: Count = Field(
         0,
-        description="smallest number of images of a class of which a reply may say something (default 0): FedGH, FedGH "
-        "on Gaussians, pFedFDA, CCVR, Personal CCVR, FedNCM, Fed3R, LDA and FedCOF must be given as much in "
-        "`method-args`; FedProto, FedTGP, FedNH, FedPAC, FD and cwFedAvg with `dist=empirical`, which have no such "
-        "option, are refused, and so are these methods with `dp = example`, with which replies say something, with "
-        "noise, of every class",
+        description="smallest number of images that a class must have before a reply may describe it (default 0): "
+        "FedGH, FedGH on Gaussians, pFedFDA, CCVR, Personal CCVR, FedNCM, Fed3R, LDA and FedCOF must have a threshold "
+        "at least as high in `method-args`; FedProto, FedTGP, FedNH, FedPAC, FD and cwFedAvg with `dist=empirical`, "
+        "which have no such option, are refused. All these methods are refused with `dp = example`, since their "
+        "replies then describe every class, with noise",
     )
     weights_dir: Text = Field(
         "", description="folder with stored weights, if the run's model has such: the file has the same name there"
@@ -129,8 +129,8 @@ class Node(BaseModel):
     )
     min_sum_clients: Count = Field(
         0,
-        description="smallest number of clients of whom a secure sum may be (default 0); with it or `peers`, runs "
-        "without `secure-sum` are refused",
+        description="smallest number of clients in a secure sum (default 0); with it or `peers`, runs without "
+        "`secure-sum` are refused",
     )
     dp: Annotated[str, Field(strict=True, pattern="^(example|client)$")] = Field(
         "",
@@ -139,8 +139,8 @@ class Node(BaseModel):
     )
     dp_epsilon: Positive = Field(
         0.0,
-        description="what releases from this node's data may add up to in all runs, whatever a run says (default: the "
-        "run's)",
+        description="limit of epsilon for all releases from this node's data together, in all runs and whatever a run "
+        "asks for (default: the run's)",
     )
     dp_delta: Positive = Field(0.0, description="delta for which `dp-epsilon` holds (default: the run's)")
     secure_colluders: Count = Field(

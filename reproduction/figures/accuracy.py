@@ -52,7 +52,7 @@ def by_epochs(runs: Runs, protocol: str = "trained") -> Words:
         for run in members:
             shown = run.curve(protocol)
             if len(shown):
-                # What is scored after local training has trained once more than rounds are completed.
+                # A score after local training has one training more than completed rounds.
                 done = epochs_done(run, shown["completed"].to_numpy() + (protocol == "trained"))
                 tables.append(shown[["accuracy"]].assign(epochs=done)[["epochs", "accuracy"]])
         if tables:

@@ -77,7 +77,7 @@ def levels_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
             received = DASH if name == "local" else both([final(r, "received") for r in here])
             ends, trained = both([trained_at_the_end(r) for r in here]), both([final(r, "trained") for r in here])
             rows.append((registry.get(name).title, received, theirs[0], ends, theirs[1], trained))
-    return markdown("method|received|reference|trained, last round|reference|trained once more", rows)
+    return markdown("method|received|reference|trained, last round|reference|trained, next round", rows)
 
 
 def differences(runs: Sequence[RunResult], alone: Mapping[int, RunResult]) -> tuple[str, str]:
