@@ -35,11 +35,9 @@ def comparison(
         train = rng.multinomial(200, rng.dirichlet(np.full(CLASSES, 0.5)), size=clients)
         train = np.stack([rng.multinomial(rng.integers(40, 400), rng.dirichlet(np.full(CLASSES, 0.5))) for _ in train])
         test, skill = np.maximum(train.sum(axis=1) // 3, 5), rng.uniform(0.55, 0.9, clients)
-
         gains = [0.0 if m == "local" else 0.01 * (n % 5 - 1) + rng.normal(0, 0.004) for n, m in enumerate(methods)]
-        wanted = [(jobs, "runs", *pair) for pair in zip(methods, gains)] + [(again, "again", "local", 0.0)] * (
-            seeds > 2
-        )
+        wanted = [(jobs, "runs", *pair) for pair in zip(methods, gains)]
+        wanted += [(again, "again", "local", 0.0)] if seeds > 2 else []
         for kept, folder, method, gain in wanted:
             chance = {"received": skill + gain - 0.03, "trained": skill + gain}
             if method == "local":
