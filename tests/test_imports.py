@@ -115,7 +115,7 @@ def test_a_long_file_says_why_it_is_long(path: Path) -> None:
 
 
 def test_the_picture_is_current() -> None:
-    assert PICTURE.read_text(encoding="utf-8") == picture(), "draw it anew: python -m tests.house"
+    assert PICTURE.read_text(encoding="utf-8") == picture(), "run: python -m tests.house"
 
 
 def test_the_picture_leaves_out_what_a_longer_way_implies() -> None:
