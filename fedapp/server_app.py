@@ -38,7 +38,7 @@ from fedapp.federation.hooks.soundness import NormGuard, TwoVoids
 from fedapp.federation.hooks.tables import Tables
 from fedapp.federation.hooks.training import BestModel, Checkpoint, EarlyStop, PrivacySpent
 from fedapp.federation.loop import federate
-from fedapp.federation.participants import Participants, Progress, load_state
+from fedapp.federation.participants import Participants, Progress
 from fedapp.federation.summary import summary
 from fedapp.learning.task import ModelSpec
 from fedapp.method import ClientInfo, ServerContext, ServerState
@@ -216,7 +216,7 @@ class Run(Setup):
                 "admit writes one, and FEDAPP_ROSTER names it to the SuperLink"
             )
         if self.start:
-            load_state(self.manager, self.remembered["Cohort"])
+            self.manager.load_state_dict(self.remembered["Cohort"])
         self.manager.offences.blocked |= {b.client: b for b in self.directory.blocked_before()}
         self.names: list[str] = []
         self.about: dict[str, object] = {}

@@ -17,9 +17,9 @@ from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.engines.local import RunResult, run
-from fedapp.federation.participants import states_of
 from fedapp.learning.state import ClientStore, Expected, StateError, read_safetensors
 from fedapp.transport import checkpoint
+from fedapp.transport.ledger import digests_of
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.traffic import RoundFailed
 
@@ -206,7 +206,7 @@ def test_the_server_keeps_what_it_knows_in_its_checkpoint(tiny: Tiny, tmp_path: 
     tiny(rounds=2, out=tmp_path / "part", **common)
     found = checkpoint.latest(tmp_path / "part" / "checkpoint")
     assert found is not None
-    for client, (digest, binds) in states_of(found[2]["Cohort"]).items():
+    for client, (digest, binds) in digests_of(found[2]["Cohort"]).items():
         stored = ClientStore(folder_of(tmp_path / "part", client), "lgfedavg", token(tmp_path / "part")).load(3)
         assert stored is not None and stored.digest == digest and binds is True
     rest = run(resume=tmp_path / "part", rounds=4)

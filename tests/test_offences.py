@@ -22,7 +22,7 @@ from fedapp.errors import BadRequest
 from fedapp.federation.hook import Hooks, Setup
 from fedapp.federation.hooks import soundness
 from fedapp.federation.hooks.rollback import Rollback
-from fedapp.federation.participants import Participants, Progress, states_of
+from fedapp.federation.participants import Participants, Progress, stored
 from fedapp.learning.state import ClientStore, read_safetensors
 from fedapp.method import Reply, ServerContext
 from fedapp.transport import checkpoint
@@ -233,7 +233,7 @@ def test_a_void_round_leaves_the_model_and_two_in_a_row_end_the_run(
     assert not all(np.array_equal(states[2][n], states[3][n]) for n in states[1])
     noted = checkpoint.load(run.out / "checkpoint", 3)[1]["noted"]
     assert noted.tolist() == [1, 2, 3], "records have an entry for every round"
-    known = [states_of(checkpoint.load(run.out / "checkpoint", r)[2]["Cohort"]) for r in (1, 2, 3)]
+    known = [stored(run.out / "checkpoint", r).clients for r in (1, 2, 3)]
     assert known[0] == known[1] != known[2], "what clients stored in the void round does not count"
     monkeypatch.setattr(Wild, "rounds", {2, 3})
     with pytest.raises(RoundFailed, match=r"rounds 2 and 3 are void.*max-growth"):

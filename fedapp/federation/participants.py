@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
 
 from fedapp import sampling
 from fedapp.federation.releases import released
@@ -15,8 +14,10 @@ from fedapp.learning.state import KEPT
 from fedapp.method import Payload, Reply, ServerState
 from fedapp.reduce.reader import Check
 from fedapp.reduce.spec import Query
+from fedapp.transport import checkpoint
 from fedapp.transport.cohort import Cohort
-from fedapp.transport.offences import Dropped, Offences
+from fedapp.transport.ledger import digests_of
+from fedapp.transport.offences import Dropped
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.secure import SecureSums
 from fedapp.transport.traffic import Traffic
@@ -300,31 +301,15 @@ class Participants:
         return secure.exchange(kind, number, payloads, sums, template, check, traffic, request, noise)
 
 
-def state_of(manager: Cohort) -> ServerState:
-    """Return what a resumed run must know of the clients. Their states are arrays: there may be very many."""
-    known = {c: found for c, found in sorted(manager.ledger.states.items()) if found[0]}
-    digests = np.frombuffer(bytes.fromhex("".join(digest for digest, _ in known.values())), np.uint8)
-    return {
-        "clients": np.array(list(known), np.int64),
-        "digests": digests.reshape(len(known), 16),
-        "binds": np.array([binds for _, binds in known.values()], np.uint8),
-        "released": dict(sorted(manager.ledger.released.items())),
-        "silent": {kind: dict(of) for kind, of in manager.silent.items() if of},
-        **manager.offences.state(),
-    }
+def stored(folder: Path, server_round: int) -> Progress:
+    """Return the point after a round from its checkpoint in a folder.
 
-
-def load_state(manager: Cohort, state: ServerState) -> None:
-    """Take back what `state_of` returned."""
-    manager.ledger.states, manager.ledger.released = states_of(state), state["released"]
-    manager.silent = state["silent"]
-    manager.offences = Offences.of(state)
-
-
-def states_of(remembered: ServerState) -> dict[int, tuple[str, bool]]:
-    """Return the clients' states in what `state_of` returned."""
-    rows = zip(remembered["clients"].tolist(), remembered["digests"], remembered["binds"].tolist(), strict=True)
-    return {client: (digest.tobytes().hex(), bool(binds)) for client, digest, binds in rows}
+    Raises
+    ------
+    StateError : there is none, or it cannot be read.
+    """
+    _, state, remembered = checkpoint.load(folder, server_round)
+    return Progress(server_round, state, digests_of(remembered["Cohort"]))
 
 
 def no_arrays(reply: Reply) -> str | None:

@@ -200,6 +200,18 @@ class Cohort(ABC):
             raise UnableClient(f"{who} cannot take part: {last_line(registration.reason)}", client)
         return registration
 
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know of the clients."""
+        silent = {kind: dict(of) for kind, of in self.silent.items() if of}
+        return {**self.ledger.state_dict(), "silent": silent, **self.offences.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.ledger.load_state_dict(state)
+        self.silent, self.offences = state["silent"], Offences.of(state)
+
     # ---- one exchange --------------------------------------------------------------------------------------------
 
     def _limit(self, kind: str) -> float:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from fedapp.transport.request import RoundRequest
 
 _DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
@@ -58,3 +60,24 @@ class StateLedger:
         released = metrics.get("dp-releases", 0)
         if isinstance(released, int) and released > self.released.get(client, 0):
             self.released[client] = released
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds. The digests are arrays: there may be very many."""
+        known = {c: found for c, found in sorted(self.states.items()) if found[0]}
+        digests = np.frombuffer(bytes.fromhex("".join(digest for digest, _ in known.values())), np.uint8)
+        return {
+            "clients": np.array(list(known), np.int64),
+            "digests": digests.reshape(len(known), 16),
+            "binds": np.array([binds for _, binds in known.values()], np.uint8),
+            "released": dict(sorted(self.released.items())),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.states, self.released = digests_of(state), state["released"]
+
+
+def digests_of(state: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
+    """Return `StateLedger.states` of what its `state_dict` returned."""
+    rows = zip(state["clients"].tolist(), state["digests"], state["binds"].tolist(), strict=True)
+    return {client: (digest.tobytes().hex(), bool(binds)) for client, digest, binds in rows}

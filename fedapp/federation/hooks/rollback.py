@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from fedapp.core.robust import changes_bounded, needed
 from fedapp.federation.hook import Hook, Setup
-from fedapp.federation.participants import Exchange, Outcome, Progress, states_of
+from fedapp.federation.participants import Exchange, Outcome, Progress, stored
 from fedapp.learning.state import StateError
 from fedapp.method import Reply
 from fedapp.transport import checkpoint
@@ -65,10 +65,9 @@ class Rollback(Hook):
         if not server_round and not checkpoint.path_of(folder, 0).exists():
             return Progress(0, strategy.init(strategy.context))
         try:
-            _, state, remembered = checkpoint.load(folder, server_round)
+            return stored(folder, server_round)
         except StateError:
             return None
-        return Progress(server_round, state, states_of(remembered["Cohort"]))
 
     def bound(self) -> str:
         """Bound the effect of a single client from now on, and return how."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from fedapp.federation.hook import Hook, Setup
-from fedapp.federation.participants import Exchange, Outcome, Progress, states_of
+from fedapp.federation.participants import Exchange, Outcome, Progress, stored
 from fedapp.method import ServerState
 from fedapp.transport import checkpoint
 from fedapp.transport.request import RoundRequest
@@ -104,8 +104,7 @@ class ValidationChoice(Hook):
         self.chosen = best
         self.run.tell({"kind": "selected", "round": best})
         checkpoint.only(self.folder, best)
-        _, state, remembered = checkpoint.load(self.folder, best)
-        chosen = Progress(best, state, states_of(remembered["Cohort"]))
+        chosen = stored(self.folder, best)
         self.run.cohort.restore(chosen)
         return chosen
 

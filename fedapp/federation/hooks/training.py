@@ -10,7 +10,7 @@ from typing import Any
 
 from fedapp.errors import counted
 from fedapp.federation.hook import Hook, Setup
-from fedapp.federation.participants import Exchange, Outcome, Progress, state_of
+from fedapp.federation.participants import Exchange, Outcome, Progress
 from fedapp.learning.state import write_safetensors
 from fedapp.method import Arrays, ServerState
 from fedapp.transport import checkpoint
@@ -158,6 +158,6 @@ class Checkpoint(Hook):
 
     def save(self, at: Progress) -> None:
         """Write a checkpoint."""
-        run, remembered = self.run, {"Cohort": state_of(self.run.cohort.manager), **self.run.hooks.state_dict()}
+        run, remembered = self.run, {"Cohort": self.run.cohort.manager.state_dict(), **self.run.hooks.state_dict()}
         folder, records = run.directory.path / "checkpoint", run.strategy.records
         checkpoint.save(folder, at.round, at.state, remembered, run.identity, records)
