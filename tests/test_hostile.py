@@ -588,7 +588,7 @@ def asked_of(grid: HttpGrid, limit: float) -> list[tuple[int, Message]]:
         _identify(1)
         return Message(RecordDict(), manager.nodes[batch[0]], "train")
 
-    return [(batch[0], reply) for batch, reply in manager.exchange.answers([[0], [1]], question, limit, 2, 1 << 20)]
+    return [(batch[0], reply) for batch, reply in manager.channel.answers([[0], [1]], question, limit, 2, 1 << 20)]
 
 
 def test_a_reply_that_is_not_complete_holds_up_nobody_and_ends_with_the_round() -> None:

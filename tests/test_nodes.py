@@ -528,7 +528,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        for name in ("cohort", "exchange", "nodes"):
+        for name in ("channel", "cohort", "nodes"):
             monkeypatch.setattr(f"fedapp.transport.{name}.time", self)
 
     def monotonic(self) -> float:

@@ -6,7 +6,7 @@ reason. An exchange goes through these layers, each in a file of its own:
 
 =================  ==================================================================================
 `StateLedger`      adds to a request what the client stored last, and compares the reply with it
-`Exchange`         messages in flight, time limits, order of the replies
+`Channel`          messages in flight, time limits, order of the replies
 `Validation`       what a reply may hold
 `Offences`         clients that are blocked
 =================  ==================================================================================
@@ -46,7 +46,7 @@ from fedapp.transport.boundary import (
     grade,
     read_registration,
 )
-from fedapp.transport.exchange import Answers, Batches, Event, Exchange, Sender, in_order
+from fedapp.transport.channel import Answers, Batches, Channel, Event, Sender, in_order
 from fedapp.transport.ledger import StateLedger
 from fedapp.transport.offences import Blocked, Dropped, Offences
 from fedapp.transport.records import Encoder, Part, Records, parts, sealed, together
@@ -106,7 +106,7 @@ class Cohort(ABC):
         self.grid, self.settings, self.request, self.event = grid, settings, request, event
         self.validation = validation or Validation(settings.wire_dtype)
         self.ledger = ledger or StateLedger()
-        self.exchange = Exchange(grid, event, poll, self.in_turn)
+        self.channel = Channel(grid, event, poll, self.in_turn)
         self.nodes: dict[int, int] = {}
         self.infos: dict[int, ClientInfo] = {}
         self.facts: dict[int, dict[str, Any]] = {}
@@ -228,7 +228,7 @@ class Cohort(ABC):
 
     @abstractmethod
     def _answers(self, kind: str, batches: Batches, send: Sender, limit: float, at_once: int, most: int) -> Answers:
-        """Send messages and yield the answers as they arrive; see :meth:`Exchange.answers`."""
+        """Send messages and yield the answers as they arrive; see :meth:`Channel.answers`."""
 
     def _widths(self) -> Callable[[int], int]:
         """Return a function that gives the width of representations that bounds the size of a client's reply."""

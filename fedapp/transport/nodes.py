@@ -16,8 +16,8 @@ from fedapp.settings import FederationSettings
 from fedapp.transport import roster as rosters
 from fedapp.transport.agreement import clash, compared, majority
 from fedapp.transport.boundary import FACTS_SIZE, FAILED, IMPOSSIBLE, INCOMPLETE, Coming, arrived, patiently, push
+from fedapp.transport.channel import Answers, Batches, Event, Sender
 from fedapp.transport.cohort import Cohort, UnableClient
-from fedapp.transport.exchange import Answers, Batches, Event, Sender
 from fedapp.transport.offences import Dropped
 from fedapp.transport.records import Encoder, group_of
 from fedapp.transport.request import WITHOUT_DATA, RoundRequest
@@ -113,7 +113,7 @@ class NodeCohort(Cohort):
             if now - reported > 30:
                 reported = now
                 self.event({"kind": "waiting", "text": self._waiting(want)})
-            time.sleep(min(0.2, 10 * self.exchange.shortest))
+            time.sleep(min(0.2, 10 * self.channel.shortest))
         return [self.infos[c] for c in sorted(self.infos)]
 
     def _wanted(self, expected: int) -> int:
@@ -205,7 +205,7 @@ class NodeCohort(Cohort):
                 awaited = fresh & {node for node, _ in self._unregistered.values()}
                 if not awaited or time.monotonic() - now >= limit:
                     break
-                time.sleep(min(self.exchange.longest, max(self.exchange.shortest, 0.1 * (time.monotonic() - now))))
+                time.sleep(min(self.channel.longest, max(self.channel.shortest, 0.1 * (time.monotonic() - now))))
         return sorted(joined)
 
     def _online(self) -> set[int]:
@@ -338,7 +338,7 @@ class NodeCohort(Cohort):
         started = time.monotonic()
         known, quiet = self.silent.get(kind, {}), {c for batch in batches for c in batch}
         patience = {c: self._took.get((kind, c), 0.0) for c in known}
-        for batch, answer in self.exchange.answers(batches, send, limit, at_once, most, patience):
+        for batch, answer in self.channel.answers(batches, send, limit, at_once, most, patience):
             if not (answer.has_error() and answer.error.code == INCOMPLETE):
                 known.pop(batch[0], None)
                 quiet.discard(batch[0])

@@ -24,8 +24,8 @@ from fedapp.errors import BadRequest, counted, one_line
 from fedapp.method import ClientInfo, Method, Payload
 from fedapp.transport.agreement import majority, within_models
 from fedapp.transport.boundary import FAILED, IMPOSSIBLE, Registration
+from fedapp.transport.channel import Answers, Batches, Sender
 from fedapp.transport.cohort import Cohort
-from fedapp.transport.exchange import Answers, Batches, Sender
 from fedapp.transport.records import Encoder, group_of
 from fedapp.transport.request import RoundRequest
 
@@ -209,7 +209,7 @@ class VirtualCohort(Cohort):
             return Message(content, self._host(batch), "query.register")
 
         batches = [[c] for c in requests]
-        for batch, reply in self.exchange.answers(batches, request, limit, messages_underway(len(self._hosts))):
+        for batch, reply in self.channel.answers(batches, request, limit, messages_underway(len(self._hosts))):
             try:
                 found[batch[0]] = self._registration(self._host(batch), reply)
             except BadRequest as e:
@@ -236,7 +236,7 @@ class VirtualCohort(Cohort):
             if now - told > 30:
                 told = now
                 self.event({"kind": "waiting", "text": "waiting for Flower's nodes"})
-            time.sleep(self.exchange.shortest)
+            time.sleep(self.channel.shortest)
 
     def _few(self) -> bool:
         """Whether each client needs a node of its own, and there are too few."""
@@ -302,7 +302,7 @@ class VirtualCohort(Cohort):
 
     def _answers(self, kind: str, batches: Batches, send: Sender, limit: float, at_once: int, most: int) -> Answers:
         started = time.perf_counter()
-        yield from self.exchange.answers(batches, send, limit, at_once, most)
+        yield from self.channel.answers(batches, send, limit, at_once, most)
         self._lasted[kind] = time.perf_counter() - started
 
     def _widths(self) -> Callable[[int], int]:

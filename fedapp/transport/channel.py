@@ -28,8 +28,8 @@ REPORT = 30.0
 """Seconds between two events that name the missing clients."""
 
 
-class Exchange:
-    """Sends messages over one grid and yields the replies as they arrive.
+class Channel:
+    """Messages to clients over one grid, and their replies as they arrive.
 
     Parameters
     ----------
