@@ -6,19 +6,23 @@ its worker will run. Nothing is stored, and no random draw of the run depends on
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from clients.base import FedClient
 from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.engines.resources import ClientNeeds, cuda_devices
-from fedapp.federation.context import first_payload
+from fedapp.federation.context import server_context
 from fedapp.lazy import torch
 from fedapp.learning.evaluation import BATCH
+from fedapp.learning.task import Task
+from fedapp.method import ClientInfo, Method, Payload
 from fedapp.tasks import simulated as tasks
 
 BUDGET_SECONDS = 2.0
@@ -140,3 +144,19 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
     each = (time.perf_counter() - began) / images
     balanced = len(task.y_union) if task.y_union is not None and config.balanced_in(1) else 0
     return float(training + each * (len(task.y_test) + balanced) * len(task.protocols))
+
+
+def first_payload(method: Method, hparams: Any, task: Task) -> Payload:
+    """Return the payload of round 1 for this client alone."""
+    client = method.client(task, method, hparams)
+    metrics, facts = client.register()
+    shapes = {n: tuple(s) for n, s in json.loads(str(facts["shapes"])).items()}
+    info = ClientInfo(
+        task.client, int(metrics["num-examples"]), task.model, task.num_classes, shapes, client.common_facts()
+    )
+    context = server_context(
+        method, hparams, task.spec(0), [info], seed=task.seed, width=int(facts["width"]), buffers=task.buffers
+    )
+    strategy = method.strategy(method, hparams)
+    payload: Payload = strategy.send(strategy.init(context), 1, task.client)
+    return payload

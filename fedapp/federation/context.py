@@ -1,15 +1,14 @@
-"""The context of a strategy at the start of a run, and its first payload."""
+"""The context of a strategy at the start of a run."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fedapp import sampling
-from fedapp.learning.task import ModelSpec, Task
-from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Scalar, ServerContext
+from fedapp.learning.task import ModelSpec
+from fedapp.method import Array, Arrays, ClientInfo, Method, Scalar, ServerContext
 
 
 def server_context(
@@ -49,19 +48,3 @@ def server_context(
         shape=spec.shape,
         weights=spec.settings.weights,
     )
-
-
-def first_payload(method: Method, hparams: Any, task: Task) -> Payload:
-    """Return the payload of round 1 for this client alone."""
-    client = method.client(task, method, hparams)
-    metrics, facts = client.register()
-    shapes = {n: tuple(s) for n, s in json.loads(str(facts["shapes"])).items()}
-    info = ClientInfo(
-        task.client, int(metrics["num-examples"]), task.model, task.num_classes, shapes, client.common_facts()
-    )
-    context = server_context(
-        method, hparams, task.spec(0), [info], seed=task.seed, width=int(facts["width"]), buffers=task.buffers
-    )
-    strategy = method.strategy(method, hparams)
-    payload: Payload = strategy.send(strategy.init(context), 1, task.client)
-    return payload

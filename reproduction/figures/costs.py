@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedapp.federation.context import first_payload
+from fedapp.engines.measure import first_payload
 from fedapp.learning.training import batch_slices
 from fedapp.models import head_width, is_own
 from fedapp.results.analysis import Unavailable, config_of, counts_of, method_of
