@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from fedapp.config import RunConfig
 from fedapp.federation.central import CentralTest
-from fedapp.federation.participants import Exchange, Outcome, Participants, Progress
+from fedapp.federation.participants import Exchange, Observer, Outcome, Participants, Progress
 from fedapp.method import ClientInfo, Method, Reply, ServerState
 from fedapp.reduce.reader import Check
 from fedapp.results.directory import RunDirectory
@@ -58,8 +58,8 @@ class Setup:
         """Show a line, and note it in the summary."""
 
 
-class Hook:
-    """One policy of a run; without changes it does nothing.
+class Hook(Observer):
+    """One policy of a run; without changes it does nothing. Three of its functions are those of `Observer`.
 
     Attributes
     ----------
@@ -74,10 +74,6 @@ class Hook:
 
     def begin(self, at: Progress, rounds: int) -> None:
         """Act before the first round of this process."""
-
-    def request(self, request: RoundRequest) -> RoundRequest:
-        """Return the request to clients in a round, from that of the hooks before."""
-        return request
 
     def checks(self, at: Progress, check: Check) -> Check:
         """Return the check of a reply to `train`."""
@@ -96,12 +92,6 @@ class Hook:
 
     def after_round(self, at: Progress, outcome: Outcome) -> None:
         """Act at the end of a round."""
-
-    def after_query(self, exchange: Exchange) -> None:
-        """Act after a query."""
-
-    def after_evaluation(self, exchange: Exchange) -> None:
-        """Act after an evaluation."""
 
     def can_recover(self) -> bool:
         """Return whether a run goes on after an evaluation between rounds that found the model spoiled."""

@@ -79,7 +79,7 @@ class Observer(Protocol):
     """The hooks of a run, as its exchanges call them."""
 
     def request(self, request: RoundRequest) -> RoundRequest:
-        """Return the request to clients in a round."""
+        """Return the request to clients in a round, from that of the hooks before."""
         return request
 
     def after_query(self, exchange: Exchange) -> None:
