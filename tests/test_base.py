@@ -220,7 +220,8 @@ def test_evaluations_of_all_clients_are_told_what_they_are_for(
     strategy, hooks = Strategy(FEDAVG, BaseHParams()), Hooks()
     cohort = Participants(manager, strategy, hooks, retrains=retrains)
     choice = "validation" if select else "last"
-    values = from_flat({"evaluate-every": 1, "select": choice, "validation": 0.2 if select else 0.0})
+    chosen = {"select": choice, "validation": 0.2 if select else 0.0}
+    values = from_flat({"evaluate-every": 1, "num-server-rounds": 2, **chosen})
     run: Any = SimpleNamespace(config=values, cohort=cohort, hooks=hooks, directory=directory)
     hooks.append(PeriodicEvaluation(run))
 

@@ -72,7 +72,7 @@ class Hook(Observer):
     def __init__(self, run: Setup) -> None:
         self.run = run
 
-    def begin(self, at: Progress, rounds: int) -> None:
+    def begin(self, at: Progress) -> None:
         """Act before the first round of this process."""
 
     def checks(self, at: Progress, check: Check) -> Check:

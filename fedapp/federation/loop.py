@@ -38,7 +38,7 @@ def federate(
     if not start:
         at = Progress(0, method.prepare(at.state, cohort.query(at)))
     del start  # its state may be large
-    hooks.begin(at, rounds)  # also makes up an evaluation that a kill has cut off
+    hooks.begin(at)  # also catches up on an evaluation that a kill cut off
     while at.round < rounds and not hooks.stopped:
         number, outcome = at.round + 1, None
         clients = cohort.sample(context.seed, number)

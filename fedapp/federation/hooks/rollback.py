@@ -52,7 +52,7 @@ class Rollback(Hook):
         """
         return not self.asked_for and self.run.cohort.manager.settings.min_replies < 1 and self.times < TIMES
 
-    def begin(self, at: Progress, rounds: int) -> None:
+    def begin(self, at: Progress) -> None:
         """Bound the clients as before, and read the earlier state."""
         if self.times:
             self.bound()

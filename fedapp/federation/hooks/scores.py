@@ -18,23 +18,20 @@ SELECTED = "selected"
 
 
 class PeriodicEvaluation(Hook):
-    """Evaluates all clients every `evaluate-every` rounds, and makes up an evaluation that a kill has cut off.
+    """Evaluates all clients every `evaluate-every` rounds, and catches up on an evaluation that a kill cut off.
 
-    Where the state is spoiled, the evaluation is left out: the next round finds the same, and goes back.
+    An evaluation of a spoiled state is left out: the next round detects the fault, and the run rolls back.
 
-    Where the evaluations choose the round that is scored at the end, one comes after the last round too, and they score
-    what clients receive alone.
+    If the evaluations choose the round that is scored at the end, the last round is evaluated too, and only the models
+    that clients receive are scored.
     """
-
-    rounds = 0
 
     def request(self, request: RoundRequest) -> RoundRequest:
         """Ask for the balanced score in some rounds."""
         return replace(request, balanced=self.run.config.balanced_in(request.round))
 
-    def begin(self, at: Progress, rounds: int) -> None:
-        """Make up an evaluation that is missing."""
-        self.rounds = rounds
+    def begin(self, at: Progress) -> None:
+        """Catch up on an evaluation that is missing."""
         if at.round and at.round not in self.run.directory.table("evaluations.csv").get("round", ()):
             self.evaluate(at)
 
@@ -44,9 +41,9 @@ class PeriodicEvaluation(Hook):
 
     def evaluate(self, at: Progress) -> None:
         """Evaluate all clients after a round that is due."""
-        evaluation, cohort = self.run.config.evaluation, self.run.cohort
-        every, select = evaluation.evaluate_every, evaluation.select == "validation"
-        if not every or at.round % every or (at.round == self.rounds and not select):
+        config, cohort = self.run.config, self.run.cohort
+        every, select = config.evaluation.evaluate_every, config.evaluation.select == "validation"
+        if not every or at.round % every or (at.round == config.federation.num_server_rounds and not select):
             return
         request = replace(cohort.request(at.round), train=cohort.retrains and not select, received_only=select)
         try:

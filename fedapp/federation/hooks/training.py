@@ -75,7 +75,7 @@ class EarlyStop(Hook):
         super().__init__(run)
         self.lowest: dict[int, float] = {}
 
-    def begin(self, at: Progress, rounds: int) -> None:
+    def begin(self, at: Progress) -> None:
         """Stay stopped."""
         self.decide()
 
@@ -147,7 +147,7 @@ class Checkpoint(Hook):
         """Take the seconds of the processes before."""
         self.earlier = float(state["seconds"])
 
-    def begin(self, at: Progress, rounds: int) -> None:
+    def begin(self, at: Progress) -> None:
         """Write the state from `prepare`."""
         if not at.round and type(self.run.strategy).prepare is not Maths.prepare:
             self.save(at)
