@@ -83,14 +83,14 @@ HOOKS: tuple[type[Hook], ...] = (
     NormGuard, Rollback, EnoughForRules, ValidationChoice, Tables, BestModel, EarlyStop, PrivacySpent, Checkpoint,
     ProgressEvents, TwoVoids, FinalTrainingNotice, PeriodicEvaluation, UnseenClients,
 )  # fmt: skip
-"""The policies of a run. They act in this order, which is part of the numbers: rules come before tables, tables before
-the hooks that read their rows, the checkpoint after all that it remembers, and events after what they report. What
-`NormGuard` finds void, `Rollback` and `TwoVoids` note after it."""
+"""The policies of a run. Their order is part of the numbers: rules before tables, tables before the hooks that read
+their rows, the checkpoint after all that it remembers, and events after the tables. `NormGuard`, which makes a round
+void, comes before `Rollback` and `TwoVoids`, which note that."""
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run what the run-config says."""
+    """Run a federation with the settings of the run-config."""
     say = Spoken(lambda text: log(INFO, "%s", plain(text, whole=True)))
     serve(grid, context.run_config, say if _simulated(grid) else announce)
 
@@ -369,7 +369,7 @@ class Run(Setup):
             self.hooks.load_state_dict(self.remembered)
 
     def _register(self) -> None:
-        """Learn which clients there are, and of them the model and their number where the configuration leaves both."""
+        """Register the clients; they state the model and their number if the configuration leaves these open."""
         config = self.config
         if isinstance(self.manager, VirtualCohort):
             self.manager.enrol(self._members(self.manager), by_size=bool(config.training.lr_schedule_steps))
@@ -460,7 +460,7 @@ class Run(Setup):
         return dataclasses.replace(context, warn=self.warn)
 
     def _secure(self) -> SecureSums | None:
-        """Return what makes the sums of which the server sees no single reply, if the run asks for it."""
+        """Return the session of secure sums, if the run asks for it."""
         config = self.config
         if not config.secure.secure_sum:
             return None
@@ -501,7 +501,7 @@ def memory_needed(run: Run) -> str:
 
 
 def privacy_stated(run: Run) -> str:
-    """Say how much noise there will be, before anything is trained; empty without `dp`."""
+    """State the noise of the run before anything is trained; empty without `dp`."""
     config, clients = run.config, len(run.infos)
     if config.mechanism is None:
         return ""

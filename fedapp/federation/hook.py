@@ -84,7 +84,7 @@ class Hook(Observer):
         return replies
 
     def recover(self, at: Progress, server_round: int, error: Spoiled) -> Progress | None:
-        """Return the state with which a round is repeated, in which the clients cannot train on the present one."""
+        """Return an earlier state to repeat a round from, if the clients cannot train on the present one."""
         return None
 
     def judge(self, at: Progress, outcome: Outcome) -> None:
@@ -102,14 +102,14 @@ class Hook(Observer):
         return None
 
     def recover_end(self, at: Progress, error: Spoiled) -> Progress | None:
-        """Return another state to score at the end, where the clients cannot score the last one."""
+        """Return another state to score at the end, if the clients cannot score the last one."""
         return None
 
     def finish(self, at: Progress) -> None:
         """Act after the last scores, with the final state."""
 
     def state_dict(self) -> ServerState:
-        """Return what must be remembered."""
+        """Return the attributes that `remembers` names."""
         return {name: getattr(self, name) for name in self.remembers}
 
     def load_state_dict(self, state: ServerState) -> None:

@@ -109,7 +109,7 @@ class Participants:
     ----------
     strategy : the strategy under the policy of the present round.
     back : n > 0: clients restore their states before round n in the messages of this attempt.
-    pending : dropped replies of attempts that count no more, first in the next table of dropped replies.
+    pending : dropped replies of attempts that do not count, first in the next table of dropped replies.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class Participants:
     def rewind(self, to: Progress, server_round: int) -> None:
         """Let the clients go back too, in the messages of `server_round`.
 
-        What a client made of a spoiled model is spoiled. It keeps few of its states, though; where it has none so old
-        any more it goes on from its last one.
+        A state that a client trained from a spoiled model is spoiled too. A client keeps its last `KEPT` states; after
+        a longer rollback it goes on from its last one.
         """
         if not to.round or server_round - to.round < KEPT:
             self.restore(to)
@@ -171,7 +171,7 @@ class Participants:
         clients: Sequence[int],
         checks: Callable[[Check], Check],
     ) -> Exchange:
-        """Let clients train on what `send_each` makes of a state; `checks` wraps the check of a reply.
+        """Let clients train on the payloads of a state; `checks` wraps the check of a reply.
 
         A client that an earlier attempt at the round blocked gets no message.
         """
@@ -212,7 +212,7 @@ class Participants:
         """Return the point after a round: the new state, or where the round is void the old one with its records."""
         state = outcome.state
         if outcome.void:
-            self.restore(at)  # nothing of what the clients said in this round counts
+            self.restore(at)  # no statement of a client in this round counts
             state = {**at.state, **{name: state[name] for name in self.strategy.records if name in state}}
         return Progress(outcome.exchange.round, state)
 
@@ -313,6 +313,6 @@ def stored(folder: Path, server_round: int) -> Progress:
 
 
 def no_arrays(reply: Reply) -> str | None:
-    """Return that a reply to an evaluation holds arrays, or None."""
+    """Return why a reply to an evaluation is refused: it holds arrays; else None."""
     name = next(iter(reply.arrays), None)
     return None if name is None else f"the reply to an evaluation must hold no arrays, but has '{name}'"

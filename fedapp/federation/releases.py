@@ -1,4 +1,4 @@
-"""The part of a noised reply that adds up over clients, for sums of which the server sees no single reply."""
+"""The part of a noised reply that adds up over clients, for secure sums: the server sees no single reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's model: the first of those that clients name that the server can build and that fits most of them."""
+"""The server's model: the first one named by clients that the server can build and that fits most of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_NUMBERS = 1 << 28
 
 
 def known_model(config: RunConfig, clients: Sequence[ClientInfo]) -> str:
-    """Return the run's `model` with `auto` replaced by what the clients say that it is.
+    """Return the run's `model` with `auto` replaced by the model that the clients name.
 
     Only by a name of the zoo: code that a client names must not get into the run's configuration.
     """
@@ -64,7 +64,7 @@ def impossible(manager: Cohort) -> dict[int, str]:
 def choose(
     manager: Cohort, infos: Sequence[ClientInfo], config: RunConfig, initial: Callable[[ModelSpec], Arrays]
 ) -> ModelSpec:
-    """Choose the model of which the server has initial values, and leave out the clients that do not fit it.
+    """Choose the server's model, and leave out the clients that do not fit it.
 
     A client may name any model. So the server takes the first one that it can build and whose shared arrays have
     the shapes that more than half of the clients state, or the one that fits most of them.
@@ -126,7 +126,7 @@ def _candidates(manager: Cohort, infos: Sequence[ClientInfo], config: RunConfig)
 
 
 def _misfits(infos: Mapping[int, ClientInfo], initial: Arrays) -> dict[int, str]:
-    """Return what clients say of the shared arrays that is not so in the server's own model, by client."""
+    """Return by client a shared array whose stated shape is not the one in the server's model."""
     own = {name: tuple(array.shape) for name, array in initial.items()}
     # Clients of a simulation share the shapes of the one that was asked.
     wrong = {

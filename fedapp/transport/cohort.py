@@ -76,7 +76,7 @@ class Cohort(ABC):
     Parameters
     ----------
     grid : Flower's grid.   settings : timeouts and shares, resolved.
-    request : what every message of the run says: its token, the shared folder, ...
+    request : the values common to all messages of the run: its token, the shared folder, ...
     event : receives progress events (plain dicts with a `kind`).
     validation : decides which replies count.   ledger : the clients' states.
     poll : shortest and longest time in seconds between two checks for replies.
@@ -142,7 +142,7 @@ class Cohort(ABC):
         return reason
 
     def partitions(self) -> int:
-        """Return into how many parts the data are split for the clients, 0 where each has its own."""
+        """Return the number of parts that the data are split into, 0 if each client has data of its own."""
         return int(lower_median([int(f.get("partitions", 0)) for f in self.facts.values()]))
 
     def fewest(self) -> int:
@@ -185,7 +185,7 @@ class Cohort(ABC):
         return self.nodes.pop(client)
 
     def _registration(self, node: int, reply: Message) -> Registration:
-        """Return what a client states about itself; a `BadRequest` says why it cannot take part."""
+        """Return a client's registration; raise `BadRequest` with the reason if it cannot take part."""
         if reply.has_error():
             reason = reason_of(reply)
             self._note_error(0, -1, "register", reason)
@@ -237,7 +237,7 @@ class Cohort(ABC):
 
     @abstractmethod
     def _of_another(self, client: int) -> str:
-        """Return the grade of a reply to this client's message in the name of another one."""
+        """Return the grade of a reply to this client's message that names another client."""
 
     def send_and_receive(
         self,
@@ -353,7 +353,7 @@ class Cohort(ABC):
             self._block(dropped)
 
     def refuse(self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str) -> None:
-        """Record that a client sent what no client code of ours can send, and block it."""
+        """Record a reply that our own client code cannot produce, and block its client."""
         self._drop(traffic, server_round, client, stage, reason, IMPOSSIBLE)
 
     def _block(self, offence: Dropped, why: str = "") -> None:
@@ -392,13 +392,13 @@ def _parted(answers: Answers) -> Iterator[tuple[int, Message | Part]]:
 
 
 def _groups(payloads: Mapping[int, Payload]) -> dict[int, Any]:
-    """Return by client what it is sent, as one object for all clients that are sent the same."""
+    """Return by client a key of its payload: one object for all clients with equal payloads."""
     kinds: dict[Any, Any] = {}
     return {client: kinds.setdefault(sent, sent) for client, sent in ((c, _content(p)) for c, p in payloads.items())}
 
 
 def _content(payload: Payload) -> tuple[Any, ...]:
-    """Return what two payloads of one exchange agree in if they hold the same."""
+    """Return a key in which two payloads of one exchange agree if they hold the same values."""
     common = ((name, id(array)) for name, array in payload.common.items())
     own = ((name, array.shape, zlib.crc32(array.tobytes())) for name, array in payload.arrays.items())
     return frozenset(common), frozenset(own), frozenset(payload.scalars.items())

@@ -1,4 +1,4 @@
-"""The ledger of clients' states: what each client stored last, and how many noised releases it has stated."""
+"""The ledger of clients' states: the last stored state of each client, and the noised releases that it has stated."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class StateLedger:
 
     Parameters
     ----------
-    restart : clients whose stored state is lost may begin anew.
+    restart : clients whose stored state is lost may start again.
 
     Attributes
     ----------
     states : by client, the digest of what it stored in its last round that counted, and whether its next training
-        starts from that. A client notices from it that its state is lost or another's.
-    released : by client, the noised releases that it has stated. A client notices an older copy of its own ledger.
+        starts from that. A client detects with it that its state is lost or another's.
+    released : by client, the noised releases that it has stated. A client detects with it an older copy of its ledger.
     """
 
     def __init__(self, restart: bool = False) -> None:

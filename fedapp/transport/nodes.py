@@ -29,7 +29,7 @@ LATECOMERS = 10.0
 REGISTER_AGAIN = 600.0
 """Seconds after which an unanswered request to register counts as lost and is sent again."""
 FAILED_AGAIN = 30.0
-"""Seconds after which a node that could not take part is asked again: what kept it away may be over."""
+"""Seconds after which a node that could not take part is asked again: the cause may be over."""
 SILENT = 2
 """Draws without an answer after which a node gets no message in every second round that draws it."""
 WITHOUT_TRAINING = 120.0
@@ -306,8 +306,8 @@ class NodeCohort(Cohort):
     def without_silent(self, server_round: int, ids: Sequence[int]) -> tuple[list[int], list[Dropped]]:
         """Return which of the drawn clients get a message in a round, and why the others do not.
 
-        A node that stays online and does not answer would hold up every round. Whom a round draws does not depend on
-        it, so that the draws stay a function of seed and round.
+        A node that stays online and does not answer would hold up every round. The draws do not depend on it: they stay
+        a function of seed and round.
         """
         kinds = ("train", *WITHOUT_DATA)
         counts = {c: max((self.silent.get(kind, {}).get(c, 0), kind) for kind in kinds) for c in ids}

@@ -1,4 +1,4 @@
-"""The server's request beside a payload: the round, and what the client does in it."""
+"""The server's request with a payload: the round, and the work of the client in it."""
 
 from __future__ import annotations
 

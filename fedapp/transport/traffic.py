@@ -1,4 +1,4 @@
-"""What an exchange leaves behind: bytes, who answered, replies that do not count, and the failure of a round."""
+"""The record of an exchange (bytes, answers, replies that do not count), and the failure of a round."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RoundFailed(RuntimeError):
 
 
 class Spoiled(RoundFailed):
-    """The replies that are missing had values out of range, or NaN in the training: what was sent may be spoiled.
+    """The missing replies had values out of range, or NaN in the training: the model may be spoiled.
 
     Attributes
     ----------
-    reason : the message without what can be done about it.   dropped : the replies that did not count.
+    reason : the message without the remedy.   dropped : the replies that did not count.
     """
 
     def __init__(self, message: str, server_round: int, dropped: Sequence[Dropped] = ()) -> None:

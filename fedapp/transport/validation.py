@@ -1,4 +1,4 @@
-"""Validation of replies: what a reply may hold follows from the server's own model and from the method."""
+"""Validation of replies against the server's own model and the method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedapp.transport.records import Part
 from fedapp.transport.request import WITHOUT_DATA
 
 EXTRA_BYTES = 64 << 20
-"""Bytes that arrays beside the model's may have in every reply, such as a small second model."""
+"""Bytes of further arrays that every reply may hold, such as a small second model."""
 WORKER_DIED = (
     "ActorDiedError",
     "ActorUnavailableError",
@@ -36,7 +36,7 @@ class Validation:
     ----------
     wire_dtype : `fp32`, or `fp16` if float32 arrays travel in half precision.
     max_abs : largest value in heads and in means of representations.
-    metrics : names of the numbers that a reply may hold beside the method's own; None = any.
+    metrics : names of the numbers that a reply may hold besides the method's own; None = any.
     scored : replies to `train` and `evaluate` hold at least one score.
     """
 
@@ -51,7 +51,7 @@ class Validation:
         self.wire_dtype, self.max_abs, self.metrics, self.scored = wire_dtype, max_abs, metrics, scored
 
     def further_bytes(self, kind: str, info: ClientInfo, width: int, expected: Shapes) -> int:
-        """Return how many bytes a client's arrays beside the model's may have.
+        """Return the largest size in bytes of a client's further arrays, those outside the model.
 
         Parameters
         ----------
@@ -64,7 +64,7 @@ class Validation:
         return most + (8 * info.num_samples * (width + 1) if kind == "query.features" else 0)
 
     def contract(self, kind: str, info: ClientInfo, tests: int, expected: Shapes, raw: Raw, further: int) -> Contract:
-        """Return what a client's reply may hold: the server's own model, and what the method declares beside it.
+        """Return the contract of a client's reply: the server's own model, and the further arrays of the method.
 
         Parameters
         ----------

@@ -1,10 +1,9 @@
 """The clients of a simulation: made from configuration and partition, and addressed several at a time.
 
-Nobody is asked what the configuration says. Of each kind of client one is asked, and the others are as it is. Flower's
-nodes are only places where clients run: any of them runs any client, so that there are at most `HOSTS` of them. Ten
-times a second Flower's simulation looks through all messages for each of its nodes (`add_messages_to_queue` in
-`flwr/server/superlink/fleet/vce/vce_api.py`, `get_message_ins` in `in_memory_linkstate.py`), which takes time with the
-product of both.
+The server knows its clients from the configuration. It asks one client of each kind, and the others are like that one.
+Any of Flower's nodes runs any client, so at most `HOSTS` nodes are needed. Ten times a second Flower's simulation looks
+through all messages for each of its nodes (`add_messages_to_queue` in `flwr/server/superlink/fleet/vce/vce_api.py`,
+`get_message_ins` in `in_memory_linkstate.py`), which takes time with the product of both.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ HELD_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Member:
-    """What configuration and partition say of a client.
+    """A client according to configuration and partition.
 
     Attributes
     ----------
@@ -67,7 +66,7 @@ class Member:
 
     @property
     def built(self) -> tuple[str, tuple[int, ...]]:
-        """What decides the arrays of the client's model."""
+        """The settings that determine the arrays of the client's model."""
         return self.model, self.shape
 
 
@@ -137,8 +136,8 @@ def messages_underway(nodes: int) -> int:
 class VirtualCohort(Cohort):
     """The clients of a simulation: all are there from the start, and take turns.
 
-    In a simulation of many clients several share a message, so that what they all get is encoded and sent once for all
-    of them. `several` = False: each gets its own, which always goes to the same node.
+    In a simulation of many clients several share a message, so that their common arrays are encoded and sent once.
+    `several` = False: each gets a message of its own, which always goes to the same node.
     """
 
     in_turn = True
@@ -158,7 +157,7 @@ class VirtualCohort(Cohort):
         return int(self._introduced({0: self.request})[0].facts.get("partitions", 0))
 
     def enrol(self, members: Sequence[Member], by_size: bool = False) -> list[ClientInfo]:
-        """Take the clients as configuration and partition say. Few of them are asked, in their place.
+        """Take the clients from configuration and partition, and ask a few of them to register.
 
         Parameters
         ----------

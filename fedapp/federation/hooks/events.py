@@ -9,21 +9,21 @@ from fedapp.results.directory import MOST_CURVES, TRACKED
 
 
 class ProgressEvents(Hook):
-    """Tells of rounds, queries and scores."""
+    """Events of rounds, queries and scores."""
 
     def after_round(self, at: Progress, outcome: Outcome) -> None:
-        """Tell of a round."""
+        """Announce a round."""
         rounds = self.run.config.federation.num_server_rounds
         self.tell_clients(outcome.exchange)
         self.run.tell({"kind": "round", "rounds": rounds, **outcome.exchange.row})
 
     def after_query(self, exchange: Exchange) -> None:
-        """Tell of a query."""
+        """Announce a query."""
         clients = len(exchange.traffic.answered)
         self.run.tell({"kind": "asked", "what": exchange.kind, "clients": clients, "seconds": exchange.seconds})
 
     def after_evaluation(self, exchange: Exchange) -> None:
-        """Tell of an evaluation; name the clients whose fine-tuning gave no score."""
+        """Announce an evaluation; name the clients whose fine-tuning gave no score."""
         if exchange.kind == "evaluate":
             self.run.tell({"kind": "evaluated", **exchange.row})
         elif exchange.kind == "final":
@@ -52,10 +52,10 @@ class ProgressEvents(Hook):
 
 
 class FinalTrainingNotice(Hook):
-    """Says after the last round that clients train once more for their scores."""
+    """Announces the training before the final scores."""
 
     def after_round(self, at: Progress, outcome: Outcome) -> None:
-        """Say so."""
+        """Announce it after the last round."""
         federation, scoring = self.run.config.federation, self.run.scoring
         if scoring.retrains and federation.fraction_train < 1 and at.round == federation.num_server_rounds:
             clients, chosen = scoring.clients, len(scoring.finalists)

@@ -1,9 +1,9 @@
-"""Rollback after a client has spoiled the model, and the number of replies that a rule against liars needs.
+"""Rollback of a spoiled model, and the number of replies that a rule against liars needs.
 
-A finite reply can move a model to where other clients cannot train on it. The next round finds that: so many of them
-get NaN, or send what is out of range, that too few replies are left. The update is then taken back and the round is
-repeated. From then on no single client can move the model that far: the median takes the place of means, and where a
-method has no average to take it of, no client's update is longer than the median one.
+One finite reply can move a model so far that other clients cannot train on it. The next round detects this: so many
+clients get NaN, or send values out of range, that too few replies are left. The update is then taken back and the round
+is repeated. From then on no single client can move the model that far: the median replaces means, and a method without
+an average bounds each client's update by the length of the median one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ TIMES = 2
 
 
 class Rollback(Hook):
-    """Repeats a round from an earlier state where the present one is spoiled, and bounds clients from then on.
+    """Repeats a round from an earlier state if the present one is spoiled, and bounds clients from then on.
 
-    At first the earlier state is the one before the last update: a round that began there had enough good replies. A
-    client that has lied for longer may have spoiled that one too. So the second one is the initial state, in which no
-    client had a part.
+    The first rollback returns to the state before the last update, because a round from there had enough good replies.
+    A client that lied earlier may have spoiled that state too. So the second rollback returns to the initial state.
 
     Attributes
     ----------
@@ -47,8 +46,8 @@ class Rollback(Hook):
     def can_recover(self) -> bool:
         """Return whether the run can go back.
 
-        Where every reply is needed (`min-replies = 1`) a model that diverged is a mistake in the settings. It also is
-        where rules hold from the start, and where the run has gone back before, as often as it may.
+        It cannot after `TIMES` rollbacks. If every reply is needed (`min-replies = 1`), or rules hold from the start, a
+        model that diverged is a mistake in the settings.
         """
         return not self.asked_for and self.run.cohort.manager.settings.min_replies < 1 and self.times < TIMES
 
@@ -80,7 +79,7 @@ class Rollback(Hook):
         return "from now on the median of the clients is taken"
 
     def recover(self, at: Progress, server_round: int, error: Spoiled) -> Progress | None:
-        """Return the earlier state; clients go back with it."""
+        """Return the earlier state, and let the clients go back with it."""
         to = self.read(0) if self.times else self.before
         if to is None or not self.can_recover():
             return None
@@ -92,7 +91,7 @@ class Rollback(Hook):
         return dataclasses.replace(to, clients=self.run.cohort.clients)
 
     def replies(self, exchange: Exchange, at: Progress, replies: Iterator[Reply]) -> Iterator[Reply]:
-        """Shorten changes to the median client's where no vote is possible; of a sum there is one reply."""
+        """Bound changes by the median client's if no vote is possible; a secure sum is one reply."""
         cohort = self.run.cohort
         if not self.times or cohort.strategy.policy.robust.rules or cohort.secure is not None:
             return replies
@@ -117,7 +116,7 @@ class Rollback(Hook):
             self.before, self.before_round = at, at.round
 
     def recover_end(self, at: Progress, error: Spoiled) -> Progress | None:
-        """Return the state before the last update: no client has trained on that one, so the fault shows only here."""
+        """Return the state before the last update: no client trained on the last one, so no round found the fault."""
         if self.at_end or self.before is None or not self.can_recover():
             return None
         self.at_end = True
@@ -127,7 +126,7 @@ class Rollback(Hook):
         return Progress(at.round, self.before.state)
 
     def say(self, error: Spoiled, to: Progress, how: str) -> None:
-        """Say that the last update, or all of them, are taken back."""
+        """Warn that the last update, or all of them, are taken back."""
         what = "the update before" if to.round else "what came before"
         self.run.warn(f"{what} round {error.round} spoiled the model and is taken back; {how} ({error.reason})")
 
@@ -135,8 +134,8 @@ class Rollback(Hook):
 class EnoughForRules(Hook):
     """Ends a run in which fewer replies count than its rules need against the liars that they bear.
 
-    A rule holds for a number of clients, so all replies must be there before it begins. The median of a rollback needs
-    no number: no client that fails may end a run which another one spoiled.
+    A rule holds for a number of clients, so all replies must arrive before it begins. The median of a rollback needs no
+    number: a client that fails must not end a run that another one spoiled.
     """
 
     def __init__(self, run: Setup) -> None:

@@ -80,9 +80,9 @@ class ValidationChoice(Hook):
         return replace(request, keep=self.best_round() or 0) if self.active else request
 
     def after_evaluation(self, exchange: Exchange) -> None:
-        """Keep the state that was evaluated, and of the others the best.
+        """Keep the evaluated state and the best one before it.
 
-        It comes before the row that may choose this round: a run that is killed in between finds the state.
+        The state is kept before the row that may choose it is written, so a run that is killed in between has it.
         """
         if exchange.kind == "evaluate" and self.active:
             if (best := self.best_round()) is not None:
@@ -107,7 +107,7 @@ class ValidationChoice(Hook):
 
 
 class UnseenClients(Hook):
-    """Scores the clients that take no part, after the last scores of all others, with what `send` has for them.
+    """Scores the clients that take no part, after the last scores of all others, on the payloads of `send` for them.
 
     A resumed run does not draw them again.
     """

@@ -1,7 +1,7 @@
-"""Void rounds: a state must be finite to take the place of the one before, and no model in it may grow too much.
+"""Void rounds: a new state must be finite, and no model in it may grow too much.
 
-One finite reply can move an average by any amount. A model that is many times longer than the last one is of no use to
-the others, and a few rounds later it is NaN everywhere.
+One finite reply can move an average by any amount. A model many times longer than the last one is useless to the other
+clients, and after a few rounds it is NaN everywhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NormGuard(Hook):
     limit = math.inf
 
     def checks(self, at: Progress, check: Check) -> Check:
-        """Return the check with one of the lengths."""
+        """Return the check, followed by one of the lengths."""
         strategy = self.run.cohort.strategy
         growth, initial = strategy.policy.robust.max_growth, strategy.context.initial
         self.limit = growth * (1 + longest(at.state, initial)) if growth else math.inf
@@ -101,7 +101,7 @@ def _groups(state: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
 
 
 def flaw(after: ServerState, initial: Arrays, records: Collection[str], limit: float) -> str | None:
-    """Say why a state must not take the place of the one before, or return None.
+    """Return why a new state makes its round void, or None.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a run keeps of its training and when it ends it: best model, patience, released noise, checkpoints."""
+"""Best model, patience, privacy spent, and checkpoints."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class EarlyStop(Hook):
 
 
 class PrivacySpent(Hook):
-    """Notes the most that a client states it has released, in all runs."""
+    """Notes the largest epsilon and number of releases that a client states, over all its runs."""
 
     remembers = ("epsilon", "releases")
 
