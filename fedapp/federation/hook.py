@@ -131,7 +131,7 @@ def _each(name: str) -> Callable[..., None]:
     return call
 
 
-class Hooks(list[Hook]):
+class Hooks(list[Hook], Observer):
     """The hooks of a run, in the order in which they act."""
 
     begin, judge, after_round = _each("begin"), _each("judge"), _each("after_round")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fedapp import sampling
 from fedapp.federation.releases import released
@@ -75,8 +75,8 @@ class Outcome:
     void: str = ""
 
 
-class Observer(Protocol):
-    """The hooks of a run, as its exchanges call them."""
+class Observer:
+    """The functions of a hook that exchanges call; without changes they do nothing."""
 
     def request(self, request: RoundRequest) -> RoundRequest:
         """Return the request to clients in a round, from that of the hooks before."""
