@@ -714,9 +714,11 @@ def test_no_client_says_how_much_it_may_send(clients: int) -> None:
     grid: Any = LocalGrid(app, flat.to_flat(), clients)
     manager = NodeCohort(grid, exchange(), RoundRequest(), lambda e: None)
     manager.gather(clients)
-    before = [manager._further(c, "train", {}) for c in range(clients)]
+    width = manager._widths()
+    before = [width(c) for c in range(clients)]
     manager.facts[0]["width"] = 1 << 24
-    assert [manager._further(c, "train", {}) for c in range(clients)] == before
+    width = manager._widths()
+    assert [width(c) for c in range(clients)] == before
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from fedapp.engines import local, resources, runner
 from fedapp.errors import BadRequest
 from fedapp.method import Array, Arrays, Reply, Sums
 from fedapp.tasks.node import Node
-from fedapp.transport import checkpoint, roster, secure, virtual
+from fedapp.transport import checkpoint, nodes, roster, secure
 from fedapp.transport.identity import PROOF, Identity
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.secure import HIDDEN, additive, restored, shapes_of
@@ -304,7 +304,7 @@ def test_a_node_that_forgot_its_keys_gets_new_ones(tmp_path: Path) -> None:
 
 def test_each_client_has_a_node_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of one node share a context, which Flower's simulation writes back without a lock."""
-    monkeypatch.setattr(virtual, "LATECOMERS", 0.0)
+    monkeypatch.setattr(nodes, "LATECOMERS", 0.0)
     flat = from_flat({"method": "lgfedavg", "clients": 3, "secure-sum": True, "out": str(tmp_path / "run")}).to_flat()
     with pytest.raises(BadRequest, match="2 nodes are there for 3 clients: start flwr run with num-supernodes = 3"):
         server_app.serve(LocalGrid(client_app, flat, 2), flat)
