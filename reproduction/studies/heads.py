@@ -19,8 +19,10 @@ import numpy as np
 from benchmarks.pages import markdown
 from fedapp.engines.local import run
 
-OTHERS = {"fed3r": "", "fed3r, normalised": "normalise=true", "lda": "", "fedncm": "", "fedcof": ""}
-"""Heads on the given extractor, which begin with the method, and its arguments."""
+OTHERS = {
+    "fed3r": "lam=0.01", "fed3r, normalised": "lam=0.01 normalise=true", "lda": "", "fedncm": "", "fedcof": "gamma=1",
+}  # fmt: skip
+"""Heads on the given extractor, which begin with the method, and its arguments: the papers' penalties."""
 
 
 def measured(seed: int, out: Path, settings: dict[str, Any]) -> dict[str, float]:

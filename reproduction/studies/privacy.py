@@ -72,7 +72,7 @@ ROUNDS = 100
 METHODS: dict[str, tuple[str, str, Squares]] = {
     "fedgh": ("", "noised/", "none"),
     "ccvr": ("base=none", "statistics/", "classes"),
-    "fed3r": ("base=none,lam=0.01", "sums/", "all"),
+    "fed3r": ("base=none lam=0.01", "sums/", "all"),
     "lda": ("base=none", "sums/", "all"),
     "fedncm": ("base=none", "sums/", "none"),
 }
