@@ -26,7 +26,7 @@ app = Application(
 )
 STUDIES = {
     "attacks": "accuracy of honest clients by attack, rule and method: docs/robustness.md",
-    "choosing": "all methods on four settings: docs/choosing.md",
+    "choosing": "all methods on seven settings: docs/choosing.md",
     "har": "methods on 30 persons' movements: docs/har.md",
     "har_plain": "FedPer on HAR in plain PyTorch, a check of docs/har.md",
     "heads": "heads in closed form on one extractor: docs/methods/fed3r.md",

@@ -1,8 +1,8 @@
-"""The measured tables of docs/choosing.md: `python -m reproduction study choosing --data DIR --out runs/choosing`.
+"""The tables of docs/choosing.md: `python -m reproduction study choosing --data DIR --out runs/choosing`.
 
 Every method of the registry runs at its own defaults on the blocks of `choosing.toml`. Finished runs
 are not run again and broken ones go on from their checkpoint, so the command can be stopped and started at any time.
-What the tables need of a run is one line of docs/choosing.jsonl, written when the run has ended. A line whose
+What they need of a run is one line of docs/choosing.jsonl, written when the run has ended. A line whose
 configuration, hyperparameters or scores mean something else today is left out, and its run is repeated. Training alone
 runs a second time with the partition of its seed and the next training seed. Without `--out` nothing is run.
 """
@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import itertools
 import json
-import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,11 +37,10 @@ from fedapp.results import statistics
 from fedapp.results.directory import write_text
 from fedapp.results.intervals import Difference, differences_of, margin_of
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import DASH, spread, tally, worst
+from fedapp.results.statistics import DASH
 from reproduction.ledger.archive import identity
 
 DOCS = Path(__file__).parents[2] / "docs"
-OVERVIEW = "overview"
 AGAIN = "again"
 """Training alone with the same partition and the next training seed; its difference to training alone is chance."""
 UNMEASURED = "*Not measured yet.*"
@@ -70,9 +68,10 @@ class Kept(Entry):
 
     Attributes
     ----------
-    rows, total : training and test rows; empty in lines of version 0.2, which did not keep them.
+    rows, total : training and test rows.
     received, trained : accuracy on the client's own test rows, before and after local training.
-    received_all, trained_all : the same models' mean recall over all classes, on the test rows of all clients.
+    received_all, trained_all : the same models' mean recall over all classes, on the test rows of all clients; empty in
+        runs that did not measure it.
     """
 
     block: str
@@ -80,8 +79,8 @@ class Kept(Entry):
     seed: int
     made: str
     fedapp: str
-    rows: tuple[int, ...] = ()
-    total: tuple[int, ...] = ()
+    rows: tuple[int, ...]
+    total: tuple[int, ...]
     received: list[float]
     trained: list[float]
     received_all: tuple[float, ...] = ()
@@ -200,113 +199,15 @@ def run(
     return not failed
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
-Group = Mapping[str, Sequence[Kept]]
 Score = Literal["received", "trained"]
-SCORES: tuple[Score, ...] = ("received", "trained")
-
-
-def of_block(runs: Iterable[Kept], block: str) -> dict[str, list[Kept]]:
-    """Return a block's runs by method, in the order of the seeds."""
-    found: dict[str, list[Kept]] = {name: [] for name in registry.discover()}
-    for one in sorted((r for r in runs if r.block == block and r.method != AGAIN), key=lambda r: r.seed):
-        found[one.method].append(one)
-    return {name: rows for name, rows in found.items() if rows}
-
-
-def gains(runs: Group, method: str, score: Score = "trained") -> list[float]:
-    """Return a mean accuracy minus that of training alone, of each seed that both have."""
-    alone = {r.seed: float(np.mean(r.trained)) for r in runs.get("local", ())}
-    return [float(np.mean(getattr(r, score))) - alone[r.seed] for r in runs.get(method, ()) if r.seed in alone]
 
 
 def headline(method: str) -> Score:
-    """Return the score that a method is judged by; what is kept of a run has fine-tuned models as trained ones."""
+    """Return the score that a method is judged by; kept runs have fine-tuned models as trained ones."""
     return registry.get(method).deploy_as
 
 
-def resolution(runs: Group) -> float:
-    """Return the smallest step of a mean over clients.
-
-    Test rows are not kept. One row of a client is the smallest difference between its scores, over all methods.
-    """
-    by_seed: dict[int, list[list[float]]] = {}
-    for one in (r for members in runs.values() for r in members):
-        by_seed.setdefault(one.seed, []).extend([one.received, one.trained])
-    scores = [np.unique(column) for rows in by_seed.values() for column in np.array(rows).T]
-    steps = [np.diff(values).min() for values in scores if len(values) > 1]
-    clients = len(next(iter(by_seed.values()))[0])
-    return float(np.median(steps)) / clients if steps else math.nan
-
-
-def interval(values: Sequence[float], step: float) -> tuple[float, float]:
-    """Return the 90 % t interval of a mean over seeds; NaN for one seed. `step` is the resolution of a value."""
-    found = differences_of({"": values}, step)[""]
-    return found.mean - found.inner, found.mean + found.inner
-
-
-def gain(values: Sequence[float], step: float) -> str:
-    """Write a difference in points with the 90 % interval of its mean over seeds; `step` is its resolution."""
-    if not values:
-        return DASH
-    low, high = (f"{100 * end:+.1f}" for end in interval(values, step)) if len(values) > 1 else ("", "")
-    return f"{100 * np.mean(values):+.1f}" + (f" ({low} to {high})" if low else "")
-
-
-def both(scores: Sequence[Any]) -> str:
-    """Write mean over clients and mean of their worst tenth, each mean ± std over seeds; scores by seed and client."""
-    return f"{spread(np.mean(s) for s in scores)} / {spread(worst(s)[1] for s in scores)}"
-
-
-def harmed(runs: Group, method: str) -> str:
-    """Write how many clients have a higher, an equal and a lower headline than alone, as means over seeds.
-
-    Test rows are not kept, so only scores that are exactly equal count as the same.
-    """
-    alone = {r.seed: np.array(r.trained) for r in runs.get("local", ())}
-    signs = [np.sign(getattr(r, headline(method)) - alone[r.seed]) for r in runs[method] if r.seed in alone]
-    return tally([[float((s == sign).sum()) for sign in (1, 0, -1)] for s in signs if method != "local"])
-
-
-def block_table(runs: Group) -> list[str]:
-    """Build the table of one block; what gains most comes first, training alone at its place."""
-    rows, step = [], resolution(runs)
-    for name in sorted(runs, key=lambda m: -float(np.mean(gains(runs, m, headline(m)) or [-1.0]))):
-        here = runs[name]
-        received = DASH if name == "local" else both([r.received for r in here])
-        differences = [DASH if name == "local" else gain(gains(runs, name, score), step) for score in SCORES]
-        scores = received, both([r.trained for r in here])
-        rows.append((registry.get(name).title, len(here), *scores, *differences, headline(name), harmed(runs, name)))
-    heads = "method|seeds:|as received|after local training|received to alone|trained to alone"
-    return markdown(f"{heads}|headline|gain / same / lose:", rows)
-
-
-def marked(values: Sequence[float], step: float) -> str:
-    """Write a difference in points, bold where the 90 % interval of its mean excludes zero; see :func:`gain`."""
-    low, high = interval(values, step)
-    apart = low * high > 0  # no interval, with one seed, is NaN
-    text = f"{100 * np.mean(values):+.1f}"
-    return f"**{text}**" if apart else text
-
-
-def overview_table(runs: Sequence[Kept]) -> list[str]:
-    """Build the table of differences to training alone, as received and trained, methods by blocks."""
-    blocks = {b.id: of_block(runs, b.id) for b in definition().block}
-    blocks = {name: found for name, found in blocks.items() if found}
-    steps = {block: resolution(found) for block, found in blocks.items()}
-    rows = []
-    for name in registry.discover():
-        cells = []
-        for block, found in blocks.items():
-            both = [gains(found, name, score) if name != "local" else [] for score in SCORES]
-            cells.append(" / ".join(marked(values, steps[block]) for values in both) if any(both) else DASH)
-        if set(cells) != {DASH}:
-            rows.append((registry.get(name).title, *cells))
-    return markdown("|".join(["method", *(f"{name}:" for name in blocks)]), rows)
-
-
-# ---- the answer at the head of the page ------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -317,7 +218,8 @@ class Compared:
     ----------
     alone : mean accuracy of training alone.   margin : smallest difference that matters, a share.
     methods : by id the difference over seeds.   harm : by id, and by `AGAIN`, clients that gain, score the same, lose.
-    everywhere : by id, and by `local`, the mean of the all-class score.   lacking : methods without all seeds.
+    everywhere : by id, and by `local`, the mean of the all-class score where runs have it.
+    lacking : methods without all seeds.
     """
 
     alone: float
@@ -334,12 +236,12 @@ class Compared:
 
 
 def compared(runs: Iterable[Kept], block: str) -> Compared | None:
-    """Compare the methods of a block with training alone; None where it, or its repeat, lacks seeds or test rows."""
+    """Compare the methods of a block with training alone; None where that lacks seeds."""
     by: dict[str, dict[int, Kept]] = {name: {} for name in method_names()}
-    for one in sorted((r for r in runs if r.block == block and r.total), key=lambda r: r.seed):
+    for one in sorted((r for r in runs if r.block == block), key=lambda r: r.seed):
         by[one.method][one.seed] = one
-    alone, again = by.pop("local"), by[AGAIN]
-    if {len(alone), len(again)} != {definition().seeds}:
+    alone = by.pop("local")
+    if len(alone) < definition().seeds:
         return None
 
     def score(run: Kept, name: str) -> NDArray[np.float64]:
@@ -367,8 +269,8 @@ def compared(runs: Iterable[Kept], block: str) -> Compared | None:
     return Compared(
         level, margin_of(level, float(np.median(rows[rows > 0]))),
         differences_of(methods, max(statistics.resolution(run.total) for run in alone.values())), harm,
-        {name: all_classes(by.get(name, alone), name) for name in ("local", *methods)},
-        [name for name in by if name not in complete],
+        {name: all_classes(by.get(name, alone), name) for name in ("local", *methods) if alone[0].trained_all},
+        [name for name in by if name not in (*complete, AGAIN)],
     )  # fmt: skip
 
 
@@ -383,10 +285,9 @@ def in_points(found: Difference) -> str:
 
 
 def every_block(runs: Sequence[Kept]) -> list[tuple[Block, Compared]]:
-    """Return the blocks with their comparisons; nothing before all can be compared."""
+    """Return the blocks that can be compared, with their comparisons."""
     blocks = [(block, compared(runs, block.id)) for block in definition().block]
-    known = [(block, found) for block, found in blocks if found is not None]
-    return known if len(known) == len(blocks) else []
+    return [(block, found) for block, found in blocks if found is not None]
 
 
 def answer(runs: Sequence[Kept]) -> list[str]:
@@ -397,38 +298,46 @@ def answer(runs: Sequence[Kept]) -> list[str]:
     total = {word: sum(len(c.of(word)) for _, c in known) for word in ("better", "worse", "equal", "open")}
     seeds = f"{counted(len(known), 'setting')} with {counted(definition().seeds, 'seed')} each"
     lines = [
-        f"In {seeds}, every method was compared with training alone by the score that it is judged by. Of "
-        f"{sum(total.values())} comparisons {total['better']} are better and {total['worse']} are worse; "
-        f"{total['equal']} are equal within the margin, and {total['open']} are open. The 95 % intervals hold for all "
-        "methods of a setting together.",
+        f"In {seeds}, every method was compared with training alone by the score that it is judged by. "
+        f"{counted(sum(total.values()), 'comparison')}: {total['better']} better, {total['worse']} worse, "
+        f"{total['equal']} equal within the margin, {total['open']} open. The 95 % intervals hold for all methods of a "
+        "setting together.",
     ]
     for block, found in known:
         if float(block.settings.get("fraction-train", 1)) < 1:
             best = "; ".join(f"{title(m)} by {in_points(found.methods[m])} points" for m in found.of("better"))
             said = f"better than training alone: {best}" if best else "no method is better than training alone"
             lines.append(f"With a part of the clients in each round ({block.title}), {said}.")
-    chance = [100 * c.harm[AGAIN][2] / sum(c.harm[AGAIN]) for _, c in known]
-    lines.append(
-        f"Training alone, run again with another training seed, harms {min(chance):.0f} to {max(chance):.0f} % of the "
-        "clients of a setting by chance. A client is harmed where its correct test rows fall by more than one standard "
-        "error of the difference."
-    )
+    lines.append("A client loses where its correct test rows fall by more than one standard error of the difference.")
+    if chance := [100 * c.harm[AGAIN][2] / sum(c.harm[AGAIN]) for _, c in known if AGAIN in c.harm]:
+        lines[-1] += (
+            f" Training alone, run again with another training seed, makes {min(chance):.0f} to {max(chance):.0f} % of "
+            "the clients of a setting lose by chance."
+        )
+    if unknown := [b.title for b in definition().block if b.id not in {block.id for block, _ in known}]:
+        lines.append(f"Not measured yet: {'; '.join(unknown)}.")
     for block, found in known:
         if found.lacking:
             lines.append(f"Not finished in all seeds ({block.title}): {', '.join(map(title, found.lacking))}.")
-    rows = []
+    rows, whole = [], all(AGAIN in c.harm and c.everywhere for _, c in known)
     for block, c in known:
         better = [f"{title(m)} {in_points(c.methods[m])}" for m in c.of("better")]
-        clients, losing = sum(c.harm[AGAIN]), max(c.methods, key=lambda m: c.harm[m][2])
-        widest = max(c.everywhere, key=lambda m: c.everywhere[m])
-        rows.append((
+        losing = max(c.methods, key=lambda m: c.harm[m][2])
+        row = [
             block.title, f"{100 * c.alone:.1f}", ", ".join(better) or "none",
             " / ".join(str(len(c.of(word))) for word in ("equal", "open", "worse")),
-            f"{c.harm[AGAIN][2]:.1f} of {clients:.0f}", f"{title(losing)}, {c.harm[losing][2]:.1f}",
-            f"{title(widest)}, {100 * c.everywhere[widest]:.1f} (alone {100 * c.everywhere['local']:.1f})",
-        ))  # fmt: skip
-    heads = "setting|alone, %:|better than alone, points|equal / open / worse:|lose by chance:|most lose"
-    return [*(line for text in lines for line in (text, "")), *markdown(f"{heads}|highest on all classes, %", rows)]
+            f"{title(losing)}, {c.harm[losing][2]:.1f} of {sum(c.harm[losing]):.0f}",
+        ]  # fmt: skip
+        if whole:
+            widest = max(c.everywhere, key=lambda m: c.everywhere[m])
+            row += [
+                f"{c.harm[AGAIN][2]:.1f}",
+                f"{title(widest)}, {100 * c.everywhere[widest]:.1f} (alone {100 * c.everywhere['local']:.1f})",
+            ]
+        rows.append(row)
+    heads = "setting|alone, %:|better than alone, points|equal / open / worse:|most clients lose"
+    heads += "|lose by chance:|highest on all classes, %" if whole else ""
+    return [*(line for text in lines for line in (text, "")), *markdown(heads, rows)]
 
 
 def shortlist(runs: Sequence[Kept]) -> list[str]:
@@ -464,14 +373,8 @@ def shortlist(runs: Sequence[Kept]) -> list[str]:
 
 
 def page(text: str, runs: Sequence[Kept]) -> str:
-    """Return the page with every table of `runs`; a block without runs says that it was not measured."""
-    for block in definition().block:
-        found = of_block(runs, block.id)
-        text = replaced(text, block.id, block_table(found) if found else [UNMEASURED])
-    for name, make in {"answer": answer, "shortlist": shortlist}.items():
-        if f"<!-- table:{name} -->" in text:  # the page gets these markers with the runs that they need
-            text = replaced(text, name, make(runs))
-    return replaced(text, OVERVIEW, overview_table(runs)) if runs else text
+    """Return the page with the answer and the shortlist that `runs` give."""
+    return replaced(replaced(text, "answer", answer(runs)), "shortlist", shortlist(runs))
 
 
 def named(text: str, known: Sequence[str], what: str) -> list[str]:

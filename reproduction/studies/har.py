@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from benchmarks.pages import markdown, replaced
 from fedapp import registry
 from fedapp.experiments import compare, recipes
+from fedapp.results.intervals import differences_of
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import DASH, harm, tally
-from reproduction.studies.choosing import both, gain
+from fedapp.results.statistics import DASH, harm, spread, tally, worst
 
 SEEDS = 3
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,6 +68,18 @@ def trained_at_the_end(run: RunResult) -> pd.Series:
 def final(run: RunResult, score: str) -> pd.Series:
     """Return each client's final accuracy."""
     return run.final.set_index("client")[f"{score}_accuracy"]
+
+
+def both(scores: Sequence[Any]) -> str:
+    """Write mean over clients and mean of their worst tenth, each mean ± std over seeds; scores by seed and client."""
+    return f"{spread(np.mean(s) for s in scores)} / {spread(worst(s)[1] for s in scores)}"
+
+
+def gain(values: Sequence[float], step: float) -> str:
+    """Write a difference in points with the 90 % t interval of its mean over seeds; `step` is its resolution."""
+    found = differences_of({"": values}, step)[""]
+    low, high = (f"{100 * (found.mean + side * found.inner):+.1f}" for side in (-1, 1))
+    return f"{100 * found.mean:+.1f}" + (f" ({low} to {high})" if len(values) > 1 else "")
 
 
 def levels_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
