@@ -6,31 +6,40 @@ import functools
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
 
 from clients.base import FedClient
 from fedapp import config as configuration
 from fedapp import plugins, process, sampling
+from fedapp.client_steps import (
+    Handler,
+    Outcome,
+    Step,
+    around,
+    bounded_update,
+    claimed,
+    released_numbers,
+    secure_sum,
+)
 from fedapp.config import RunConfig, dp_rules
-from fedapp.core import masks
 from fedapp.core.secure_sum import Unsafe
 from fedapp.data import partitions
 from fedapp.errors import BadRequest, plain
 from fedapp.learning.releases import Ledger, Releaser, path_of
 from fedapp.learning.state import MOST_ROUNDS, ClientStore, Expected, StateError
 from fedapp.learning.task import Task
-from fedapp.method import Arrays, Payload, Scalar
+from fedapp.method import Payload, Scalar
 from fedapp.results import predict
-from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
 from fedapp.tasks.node import Node
 from fedapp.transport import secure
-from fedapp.transport.clipping import clip_update, private_update
 from fedapp.transport.identity import Identity
 from fedapp.transport.packing import pack, unpack
 from fedapp.transport.records import REQUEST, Part, Records, parts, payload_of, reply_records, sealed, together
@@ -38,11 +47,28 @@ from fedapp.transport.request import WITHOUT_DATA, RoundRequest
 from fedapp.transport.secure import SecureClient
 
 
+def packing(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Unpack the content of a message, and pack that of the reply as well if it was packed."""
+    packed = unpack(message.content)
+    reply = call_next(message, context)
+    if packed:
+        pack([reply])
+    return reply
+
+
+def allowed_imports(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """On a real node: import no own code but what the node-config names."""
+    node = context.node_config
+    real = process.real_node() or node.keys() & {"client-id", "allow"}
+    with plugins.only(f"{node.get('allow', '')}, {node.get('model', '')}") if real else nullcontext():
+        return call_next(message, context)
+
+
 class App(ClientApp):
     """Answers every kind of query, so that no method must be imported to know which kinds there are."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(mods=[packing, allowed_imports])
         # Of this object, not of the class: Ray makes a new one of it for each message, in a process that goes on.
         self.kinds: set[str] = set()
 
@@ -52,16 +78,10 @@ class App(ClientApp):
         if category == "query" and kind.isidentifier() and kind != "register" and kind not in self.kinds:
             self.kinds.add(kind)
             self.query(kind)(functools.partial(handle, f"query.{kind}"))
-        packed = unpack(message.content)
-        reply = super().__call__(message, context)
-        if packed:
-            pack([reply])
-        return reply
+        return super().__call__(message, context)
 
 
 app = App()
-SECURE = "secure"
-"""Name of the record of a node's context that holds the secrets of secure sums."""
 
 
 def build(context: Context, config: RunConfig, request: RoundRequest) -> FedClient:
@@ -112,8 +132,7 @@ def _releaser(context: Context, root: Path, node: Node, config: RunConfig, reque
     if privacy is None:
         return None
     if config.secure.secure_sum:
-        kept: Mapping[str, Any] = context.state.config_records.get(f"{SECURE}-{node.client}", {})
-        privacy = secure.in_sum(privacy, kept, config.secure.secure_colluders)
+        privacy = secure.in_sum(privacy, kept_secrets(context, node.client), config.secure.secure_colluders)
     # Not by the run's names: they are the server's, and the budget belongs to the data.
     data = str(Path(node.data_path).expanduser().absolute()) if node.own and node.data_path else config.data.dataset
     about = {
@@ -174,48 +193,52 @@ def score_newcomer(
     return metrics
 
 
-def _imports(context: Context) -> AbstractContextManager[None]:
-    """On a real node: import no own code but what the node-config names."""
-    node = context.node_config
-    if process.real_node() or node.keys() & {"client-id", "allow"}:
-        return plugins.only(f"{node.get('allow', '')}, {node.get('model', '')}")
-    return nullcontext()
+def kept_secrets(context: Context, client: int) -> Mapping[str, Any]:
+    """Return the secrets of secure sums that a node keeps in memory for a client; they end with the run."""
+    found: Mapping[str, Any] = context.state.config_records.get(f"secure-{client}", {})
+    return found
 
 
-def handle(stage: str, message: Message, context: Context) -> Message:
-    """Run one stage of a client. Every error becomes a reply that names the client, the stage and the reason."""
-    with _imports(context):
-        return _handle(stage, message, context)
+@contextmanager
+def secrets_of(context: Context, config: RunConfig, client: int) -> Iterator[SecureClient]:
+    """Give a client's side of secure sums, and keep its secrets in the node's memory."""
+    kept = dict(kept_secrets(context, client))
+    try:
+        node = Node.parse(context.node_config)
+        identity = Identity(node.node_key, node.peers)
+        yield SecureClient(
+            client, kept, config.secure.secure_dropout, config.secure.secure_colluders, identity, node.min_sum_clients
+        )
+    finally:
+        context.state[f"secure-{client}"] = ConfigRecord(kept)
 
 
-def _claimed(stage: str, client: FedClient, request: RoundRequest, flower: int) -> AbstractContextManager[None]:
-    """On a real node: let one run at a time write to the folder of a client; a second one is told so when it asks."""
-    if client.store is None or not process.real_node() or request.unseen:
-        return nullcontext()
-    if stage == "register":
-        claim.check(client.store.folder, client.store.run)
-        return nullcontext()
-    return claim.held(client.store.folder, client.store.run, last=request.final, flower=flower)
+@dataclass(frozen=True)
+class Handlers:
+    """The handlers of one client: each returns what the client replies to a kind of message."""
 
+    context: Context
+    config: RunConfig
+    client: FedClient
 
-def _answer(
-    stage: str, context: Context, config: RunConfig, client: FedClient, payload: Payload, request: RoundRequest
-) -> tuple[Arrays, dict[str, Any], dict[str, Scalar]]:
-    """Run one stage; return the arrays, the metrics and the facts of the reply."""
-    server_round, balanced = request.round, request.balanced
+    def of(self, stage: str) -> Handler:
+        """Return the handler of a kind of message, with the steps around it."""
+        client = self.client
+        steps: list[Step] = [claimed(client, stage, self.context.run_id)]
+        if self.config.secure.secure_sum:
+            steps.insert(0, secure_sum(client, functools.partial(secrets_of, self.context, self.config)))
+        if stage == "register":
+            return around(self.register, steps)
+        steps.append(released_numbers(client))
+        if stage == "train":
+            return around(self.train, [*steps, bounded_update(client, self.config.robustness.clip_update)])
+        if stage == "evaluate":
+            return around(self.evaluate, steps)
+        return around(functools.partial(self.query, stage.removeprefix("query.")), steps)
 
-    def keep(protocol: str, rounds: int) -> None:
-        """Keep the model of a score for use after the run: on a real node always, in a simulation at the end."""
-        folder = None
-        if process.real_node():
-            folder = client.store.folder if client.store is not None else None
-        elif request.final and request.models_dir:
-            folder = Path(request.models_dir) / str(client.task.client)
-        if folder is not None:
-            predict.keep(folder / predict.FILES[protocol], client, protocol, config, rounds, payload.scalars)
-
-    facts: dict[str, Scalar] = {}
-    if stage == "register":
+    def register(self, request: RoundRequest, payload: Payload) -> Outcome:
+        """Return what the client states about itself, after a check of all that it would refuse later."""
+        client = self.client
         if process.real_node():
             nodes.try_own(client.task)
         stated = client.task.privacy
@@ -225,53 +248,62 @@ def _answer(
             client.check_private()
             if not len(client.task.y_train):
                 raise BadRequest("dp = 'sgd': there is no training image: leave this client out, or raise min-samples")
-        metrics, facts = client.register()
-        partitions = _node(context, config, request).partitions
-        facts["partitions"] = partitions
-        facts["classes"] = "" if partitions else nodes.fingerprint(client.task.extras["classes"])
-        return {}, metrics, facts
-    if stage == "train":
-        arrays, count, metrics = client.train_round(payload, server_round, balanced=balanced)
+        numbers, facts = client.register()
+        count = _node(self.context, self.config, request).partitions
+        classes = "" if count else nodes.fingerprint(client.task.extras["classes"])
+        return Outcome({}, numbers, {**facts, "partitions": count, "classes": classes})
+
+    def train(self, request: RoundRequest, payload: Payload) -> Outcome:
+        """Run one round: evaluate, train, evaluate, store, reply."""
+        client = self.client
+        arrays, _, numbers = client.train_round(payload, request.round, balanced=request.balanced)
         # A digest of what was trained on the data without noise says more of them than noised numbers may.
         facts = client.state_facts() if client.releaser is None else {}
         if client.store is not None and client.store.ignored:
             print(f"fedapp: nothing of a damaged file is needed here: {plain(client.store.ignored)}", flush=True)
-        _remember(context, client, server_round)
-        if config.storage.lost_state == "restart":
-            metrics["restarted"] = int("state-lost" in facts)
-        keep("trained", server_round)
-        if client.releaser is not None and client.releaser.privacy.unit == "client":
-            arrays = private_update(arrays, client.reference, client.releaser)
-        elif config.robustness.clip_update:
-            arrays, norm = clip_update(arrays, client.reference, config.robustness.clip_update)
-            metrics["update-clipped"] = int(norm > config.robustness.clip_update)
-    elif stage == "evaluate" and request.unseen:
-        arrays, count = {}, client.task.num_samples
-        metrics = score_newcomer(
-            lambda alone: newcomer(context, config, request, alone),
-            payload,
-            server_round,
-            config.evaluation.adaptations,
-        )
-    elif stage == "evaluate":
-        arrays, count = {}, client.task.num_samples
+        _remember(self.context, client, request.round)
+        if self.config.storage.lost_state == "restart":
+            numbers["restarted"] = int("state-lost" in facts)
+        self.keep("trained", request, request.round, payload)
+        return Outcome(arrays, numbers, facts)
+
+    def evaluate(self, request: RoundRequest, payload: Payload) -> Outcome:
+        """Score the received model and, as the request says, a tuned and a trained one."""
+        client, server_round, balanced = self.client, request.round, request.balanced
+        if request.unseen:
+            make = functools.partial(newcomer, self.context, self.config, request)
+            return Outcome({}, score_newcomer(make, payload, server_round, self.config.evaluation.adaptations))
         train = request.train and "trained" in client.task.protocols
         without = train or request.received_only
-        metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=without)
+        numbers = client.evaluate_round(payload, server_round, balanced=balanced, train=without)
         if payload.all():
-            keep("received", server_round - 1)
+            self.keep("received", request, server_round - 1, payload)
         if request.final and request.tune and client.tunes():
             tuned = _tuned(client, "tuned", balanced)
             if tuned:
-                keep("tuned", server_round - 1)
-            metrics |= tuned
+                self.keep("tuned", request, server_round - 1, payload)
+            numbers |= tuned
         if train:
-            metrics |= client.train_to_score(payload, balanced=balanced)
+            numbers |= client.train_to_score(payload, balanced=balanced)
             if request.final:
-                keep("trained", server_round)
-    else:
-        arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, server_round)
-    return arrays, {**_shown(client, arrays, metrics), "num-examples": count}, facts
+                self.keep("trained", request, server_round, payload)
+        return Outcome({}, numbers)
+
+    def query(self, kind: str, request: RoundRequest, payload: Payload) -> Outcome:
+        """Answer a query of the server."""
+        arrays, _, numbers = self.client.answer_query(kind, payload, request.round)
+        return Outcome(arrays, numbers)
+
+    def keep(self, protocol: str, request: RoundRequest, rounds: int, payload: Payload) -> None:
+        """Keep the model of a score for use after the run: on a real node always, in a simulation at the end."""
+        client, folder = self.client, None
+        if process.real_node():
+            folder = client.store.folder if client.store is not None else None
+        elif request.final and request.models_dir:
+            folder = Path(request.models_dir) / str(client.task.client)
+        if folder is not None:
+            path = folder / predict.FILES[protocol]
+            predict.keep(path, client, protocol, self.config, rounds, payload.scalars)
 
 
 def _tuned(client: FedClient, protocol: str, balanced: bool) -> dict[str, Any]:
@@ -284,29 +316,6 @@ def _tuned(client: FedClient, protocol: str, balanced: bool) -> dict[str, Any]:
         return {}
 
 
-def _shown(client: FedClient, arrays: Arrays, metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers that may leave: with `dp` those of the ledger, and in a simulation also exact scores.
-
-    Raises
-    ------
-    RuntimeError : arrays would leave that nothing has noised.
-    """
-    releaser = client.releaser
-    if releaser is None:
-        if client.task.privacy is not None and arrays:
-            raise RuntimeError("dp is on, and nothing that noises is there: nothing is sent")
-        return {} if client.task.privacy is not None and process.real_node() else metrics
-    if releaser.privacy.sgd and not set(arrays) <= set(client.up_names()):
-        raise RuntimeError(f"{client.method.id} would send more than the trained model: nothing is sent")
-    if arrays and not releaser.done and not client.released:
-        raise RuntimeError(f"{client.method.id} would send {next(iter(arrays))!r} without noise: nothing is sent")
-    if not arrays:
-        return {} if process.real_node() else metrics
-    spent = releaser.spent()
-    told = {"dp-epsilon": spent.epsilon, "dp-releases": spent.releases}
-    return told if process.real_node() else {**metrics, **told}
-
-
 def _remember(context: Context, client: FedClient, server_round: int) -> None:
     """Note round, path and digest of the state in the node's context; the state itself is on disk."""
     if client.store is not None and client.store.written:
@@ -314,38 +323,8 @@ def _remember(context: Context, client: FedClient, server_round: int) -> None:
         context.state["fedapp"] = ConfigRecord({"round": server_round, "path": path, "hash": client.store.written})
 
 
-@contextmanager
-def _secrets(context: Context, config: RunConfig, client: int) -> Iterator[SecureClient]:
-    """Give this client's side of secure sums; its secrets stay in the node's memory and end with the run."""
-    place = f"{SECURE}-{client}"  # a node of a simulation runs several clients
-    kept: dict[str, Any] = dict(context.state.config_records.get(place, {}))
-    try:
-        node = Node.parse(context.node_config)
-        identity = Identity(node.node_key, node.peers)
-        yield SecureClient(
-            client, kept, config.secure.secure_dropout, config.secure.secure_colluders, identity, node.min_sum_clients
-        )
-    finally:
-        context.state[place] = ConfigRecord(kept)
-
-
-def _hidden(context: Context, config: RunConfig, client: FedClient, given: Payload, arrays: Arrays) -> Arrays:
-    """Return the client's hidden part of a sum, for a server that may see only sums."""
-    sums = client.method.sums(client.hparams)
-    if sums is None:
-        raise BadRequest(f"secure-sum: {client.method.id} needs the reply of each client")
-    bits = masks.BITS
-    if client.releaser is None:
-        found = secure.additive(arrays, sums, client.task.num_samples, client.task.num_classes)
-    elif client.releaser.steps is None:
-        raise RuntimeError("dp is on, and no noise was drawn for this sum: nothing is sent")
-    else:
-        found, bits = {secure.NOISED: client.releaser.steps}, 0
-    with _secrets(context, config, client.task.client) as secrets:
-        return secrets.hide(given, found, bits)
-
-
-def _handle(stage: str, message: Message, context: Context) -> Message:
+def handle(stage: str, message: Message, context: Context) -> Message:
+    """Run one stage of each client of a message. Errors become replies, which name client, stage and reason."""
     read = functools.cache(lambda: configuration.from_context(context.run_config))  # once for all clients of a message
     several = {} if process.real_node() else parts(message.content)
     if not several:
@@ -355,42 +334,43 @@ def _handle(stage: str, message: Message, context: Context) -> Message:
 
 
 def _reply(stage: str, message: Message | Part, context: Context, read: Callable[[], RunConfig]) -> Records:
-    started = time.perf_counter()
-    info: dict[str, Scalar] = {}
+    started, info = time.perf_counter(), dict[str, Scalar]()
     try:
         payload, request = payload_of(message, checked=not process.real_node())
         config = read()
-        given = Payload()
         if config.secure.secure_sum and stage in WITHOUT_DATA:
-            with _secrets(context, config, _node(context, config, request).client) as secrets:
-                info = {"client": secrets.member.client}
+            with secrets_of(context, config, _node(context, config, request).client) as secrets:
+                info["client"] = secrets.member.client
                 arrays = secrets.answer(stage, payload, request.run)
             return reply_records(arrays, {"num-examples": 0}, info, "fp32")
-        if config.secure.secure_sum:
-            payload, given = secure.taken_from(payload)
         client = build(context, config, request)
-        info = {"client": client.task.client, "model": client.task.model}
-        with _claimed(stage, client, request, context.run_id):
-            arrays, metrics, facts = _answer(stage, context, config, client, payload, request)
-        if config.secure.secure_sum and arrays:
-            arrays = _hidden(context, config, client, given, arrays)
+        info |= {"client": client.task.client, "model": client.task.model}
+        outcome = Handlers(context, config, client).of(stage)(request, payload)
+        numbers = {**outcome.numbers, "num-examples": client.task.num_samples}
         if stage != "register" and not (client.task.privacy is not None and process.real_node()):
-            metrics["seconds"] = time.perf_counter() - started
-        return reply_records(arrays, metrics, {**info, **facts}, config.federation.wire_dtype, lend=process.worker())
-    except Exception as e:
-        known = isinstance(e, (BadRequest, StateError, Unsafe))
-        if known:
-            print(f"fedapp: this node cannot take part in {stage}: {plain(e)}", flush=True)
-        text = f"{type(e).__name__}: {e}" if known else traceback.format_exc()
-        if isinstance(e, nodes.OwnDataError) and process.real_node():
-            text = "BadRequest: this node's data do not fit what the run asks for; the node's own log says why"
-        text += process.out_of_memory(e) or ""
-        if not known and process.real_node() and context.run_config.get("dp", "none") != "none":
-            print(f"fedapp: {plain(text)}", flush=True)
-            text = f"{type(e).__name__} in {stage}: the node's own log says more, since dp keeps texts of errors there"
-        failed: dict[str, Scalar] = {**info, "error": text, "stage": stage}
-        failed.setdefault("client", _number(message, context))
-        return reply_records({}, {"num-examples": 0}, failed, "fp32")
+            numbers["seconds"] = time.perf_counter() - started
+        facts = {**info, **outcome.facts}
+        return reply_records(outcome.arrays, numbers, facts, config.federation.wire_dtype, lend=process.worker())
+    except Exception as error:
+        return _failed(error, stage, info, message, context)
+
+
+def _failed(
+    error: Exception, stage: str, info: Mapping[str, Scalar], message: Message | Part, context: Context
+) -> Records:
+    """Return the reply of a client that failed; on a real node its own log says more."""
+    known = isinstance(error, (BadRequest, StateError, Unsafe))
+    if known:
+        print(f"fedapp: this node cannot take part in {stage}: {plain(error)}", flush=True)
+    text = f"{type(error).__name__}: {error}" if known else "".join(traceback.format_exception(error))
+    if isinstance(error, nodes.OwnDataError) and process.real_node():
+        text = "BadRequest: this node's data do not fit what the run asks for; the node's own log says why"
+    text += process.out_of_memory(error) or ""
+    if not known and process.real_node() and context.run_config.get("dp", "none") != "none":
+        print(f"fedapp: {plain(text)}", flush=True)
+        text = f"{type(error).__name__} in {stage}: the node's own log says more, since dp keeps texts of errors there"
+    client = info.get("client", _number(message, context))
+    return reply_records({}, {"num-examples": 0}, {**info, "error": text, "stage": stage, "client": client}, "fp32")
 
 
 def _number(message: Message | Part, context: Context) -> int:
@@ -402,19 +382,6 @@ def _number(message: Message | Part, context: Context) -> int:
     return number if isinstance(number, int) else -1
 
 
-@app.train()
-def train(message: Message, context: Context) -> Message:
-    """Run one round of one client: evaluate, train, evaluate, reply."""
-    return handle("train", message, context)
-
-
-@app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
-    """Score the trained and the received model."""
-    return handle("evaluate", message, context)
-
-
-@app.query("register")
-def register(message: Message, context: Context) -> Message:
-    """Return the facts that this client states about itself."""
-    return handle("register", message, context)
+app.train()(functools.partial(handle, "train"))
+app.evaluate()(functools.partial(handle, "evaluate"))
+app.query("register")(functools.partial(handle, "register"))

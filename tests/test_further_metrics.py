@@ -31,6 +31,7 @@ from fedapp.results.directory import RunDirectory
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import harm, over_clients, tally
 from fedapp.tasks import simulated
+from fedapp.transport.local_grid import _identify
 from fedapp.transport.records import Encoder, reply_of
 from fedapp.transport.request import RoundRequest
 
@@ -266,13 +267,14 @@ def test_a_metric_that_fails_says_so(tiny: Tiny) -> None:
 
 def test_real_nodes_import_no_code_that_a_server_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins.importlib, "import_module", lambda name: pytest.fail(f"it imports {name}"))
+    _identify(1)
     flat = config.from_flat({"dataset": "digits", "metrics": OWN}).to_flat()
     own = {"client-id": 0, "data-path": str(tmp_path)}
     shared = {"partition-id": 0, "num-partitions": 3}
     for node in (own, shared):
         content, _ = Encoder("fp32").content(Payload(), RoundRequest())
         context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config=flat)
-        answer = client_app.handle("register", Message(content, 1, "query.register"), context)
+        answer = client_app.app(Message(content, 1, "query.register"), context)
         _, _, info, _ = reply_of(answer)
         assert "a node imports no code that a server names: choose from accuracy, loss, balanced" in info["error"]
     monkeypatch.setattr(deploy, "connection", lambda name: None)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 from torch import nn
 
 from fedapp import client_app, plugins, process
@@ -31,6 +31,8 @@ from fedapp.results.loading import load
 from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node, try_own
+from fedapp.transport.local_grid import _identify
+from fedapp.transport.records import Records, reply_records
 from tests import own_nets
 from tests.handmade import digit_tasks
 from tests.matrix import methods
@@ -346,7 +348,13 @@ def test_only_what_is_allowed_is_imported(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_every_message_of_a_node_is_handled_without_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, bool] | None] = []
-    monkeypatch.setattr(client_app, "_handle", lambda *_: seen.append(plugins._permitted))
+
+    def replied(*_: object) -> Records:
+        seen.append(plugins._permitted)
+        return reply_records({}, {}, {}, "fp32")
+
+    _identify(1)
+    monkeypatch.setattr(client_app, "_reply", replied)
     for node, simulated in (
         ({"client-id": 0, "data-path": "/d", "allow": "pack.*"}, True),
         ({"client-id": 0, "data-path": "/d", "model": "pack:net"}, True),
@@ -354,7 +362,7 @@ def test_every_message_of_a_node_is_handled_without_own_code(monkeypatch: pytest
         ({"partition-id": 0, "num-partitions": 2}, True),
     ):
         with process.simulation(simulated):
-            client_app.handle("train", None, Context(1, 1, node, RecordDict(), {}))  # type: ignore[arg-type]
+            client_app.app(Message(RecordDict(), 1, "train"), Context(1, 1, node, RecordDict(), {}))
     assert [p and p[0] for p in seen] == ["pack.*, ", ", pack:net", ", ", None] and plugins._permitted is None
 
 

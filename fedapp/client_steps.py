@@ -1,0 +1,138 @@
+"""Steps around the handler of one client: the claim of its folder, secure sums, and noise, clipping and booking.
+
+A step is a function `(request, payload, call_next) -> Outcome`, like a mod of Flower, but for one client and before
+the reply is encoded: clipping and sums act on numbers before `wire-dtype`, and a message may hold several clients.
+:func:`around` puts steps around a handler, the first one outermost.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from clients.base import FedClient
+from fedapp import process
+from fedapp.core import masks
+from fedapp.errors import BadRequest
+from fedapp.method import Arrays, Payload, Scalar
+from fedapp.tasks import claim
+from fedapp.transport import secure
+from fedapp.transport.clipping import clip_update, private_update
+from fedapp.transport.request import RoundRequest
+from fedapp.transport.secure import SecureClient
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The reply of a client: arrays, measured numbers, and facts."""
+
+    arrays: Arrays = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+Handler: TypeAlias = Callable[[RoundRequest, Payload], Outcome]
+Step: TypeAlias = Callable[[RoundRequest, Payload, Handler], Outcome]
+
+
+def around(handler: Handler, steps: Sequence[Step]) -> Handler:
+    """Return a handler with steps around it; the first step is the outermost."""
+    for step in reversed(steps):
+        handler = functools.partial(_called, step, handler)
+    return handler
+
+
+def _called(step: Step, call_next: Handler, request: RoundRequest, payload: Payload) -> Outcome:
+    return step(request, payload, call_next)
+
+
+def claimed(client: FedClient, stage: str, flower: int) -> Step:
+    """Let one run at a time write to the folder of a client of a real node; a second one is refused when it asks.
+
+    `flower` is the run's id in Flower.
+    """
+
+    def step(request: RoundRequest, payload: Payload, call_next: Handler) -> Outcome:
+        if client.store is None or not process.real_node() or request.unseen:
+            return call_next(request, payload)
+        if stage == "register":
+            claim.check(client.store.folder, client.store.run)
+            return call_next(request, payload)
+        with claim.held(client.store.folder, client.store.run, last=request.final, flower=flower):
+            return call_next(request, payload)
+
+    return step
+
+
+def bounded_update(client: FedClient, bound: float) -> Step:
+    """Clip the change of the arrays that are sent (`clip-update`); with `dp = client` noise it and book it."""
+
+    def step(request: RoundRequest, payload: Payload, call_next: Handler) -> Outcome:
+        outcome = call_next(request, payload)
+        if client.releaser is not None and client.releaser.privacy.unit == "client":
+            return replace(outcome, arrays=private_update(outcome.arrays, client.reference, client.releaser))
+        if not bound:
+            return outcome
+        arrays, norm = clip_update(outcome.arrays, client.reference, bound)
+        return replace(outcome, arrays=arrays, numbers={**outcome.numbers, "update-clipped": int(norm > bound)})
+
+    return step
+
+
+def released_numbers(client: FedClient) -> Step:
+    """Keep the numbers that may leave: with `dp` those of the ledger, and in a simulation also exact scores.
+
+    Raises
+    ------
+    RuntimeError : arrays would leave without noise.
+    """
+
+    def step(request: RoundRequest, payload: Payload, call_next: Handler) -> Outcome:
+        outcome = call_next(request, payload)
+        return replace(outcome, numbers=_shown(client, outcome.arrays, outcome.numbers))
+
+    return step
+
+
+def _shown(client: FedClient, arrays: Arrays, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
+    releaser = client.releaser
+    if releaser is None:
+        if client.task.privacy is not None and arrays:
+            raise RuntimeError("dp is on, and nothing that noises is there: nothing is sent")
+        return {} if client.task.privacy is not None and process.real_node() else numbers
+    if releaser.privacy.sgd and not set(arrays) <= set(client.up_names()):
+        raise RuntimeError(f"{client.method.id} would send more than the trained model: nothing is sent")
+    if arrays and not releaser.done and not client.released:
+        raise RuntimeError(f"{client.method.id} would send {next(iter(arrays))!r} without noise: nothing is sent")
+    if not arrays:
+        return {} if process.real_node() else numbers
+    spent = releaser.spent()
+    told = {"dp-epsilon": spent.epsilon, "dp-releases": spent.releases}
+    return told if process.real_node() else {**numbers, **told}
+
+
+def secure_sum(client: FedClient, secrets_of: Callable[[int], AbstractContextManager[SecureClient]]) -> Step:
+    """Replace the arrays of a reply by the client's hidden part of a sum, for a server that may see only sums."""
+
+    def step(request: RoundRequest, payload: Payload, call_next: Handler) -> Outcome:
+        payload, given = secure.taken_from(payload)
+        outcome = call_next(request, payload)
+        if not outcome.arrays:
+            return outcome
+        sums = client.method.sums(client.hparams)
+        if sums is None:
+            raise BadRequest(f"secure-sum: {client.method.id} needs the reply of each client")
+        bits = masks.BITS
+        if client.releaser is None:
+            found = secure.additive(outcome.arrays, sums, client.task.num_samples, client.task.num_classes)
+        elif client.releaser.steps is None:
+            raise RuntimeError("dp is on, and no noise was drawn for this sum: nothing is sent")
+        else:
+            found, bits = {secure.NOISED: client.releaser.steps}, 0
+        with secrets_of(client.task.client) as secrets:
+            return replace(outcome, arrays=secrets.hide(given, found, bits))
+
+    return step
