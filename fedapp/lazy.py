@@ -1,4 +1,4 @@
-"""PyTorch, pandas and SciPy's BLAS, loaded when one of their names is first used.
+"""Large libraries, loaded when one of their names is first used.
 
 Importing PyTorch takes ten times as long as all that a command such as `fedapp methods` does. A module that is also
 read for its tables (configuration, methods, hyperparameters, names of models) takes it from here:
@@ -19,13 +19,17 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import datasets
     import pandas as pd
     import torch
+    import torchvision
+    from PIL import Image
+    from scipy import stats
     from scipy.linalg import blas
     from torch import Tensor, nn
     from torch.nn import functional as F
 
-__all__ = ["F", "Tensor", "blas", "nn", "pd", "torch"]
+__all__ = ["F", "Image", "Tensor", "blas", "datasets", "nn", "pd", "stats", "torch", "torchvision"]
 
 NAMES = {
     "torch": ("torch", ""),
@@ -33,7 +37,11 @@ NAMES = {
     "nn": ("torch", "nn"),
     "F": ("torch.nn", "functional"),
     "blas": ("scipy.linalg", "blas"),
+    "stats": ("scipy.stats", ""),
     "pd": ("pandas", ""),
+    "Image": ("PIL.Image", ""),
+    "datasets": ("datasets", ""),
+    "torchvision": ("torchvision", ""),
 }
 """What each name stands for: a module, and a name in it."""
 OURS = ("fedapp", "clients", "strategies")

@@ -52,6 +52,7 @@ from fedapp.data.dataset import Dataset
 from fedapp.data.names import PART_OF, entries_of, files_of, is_there, readable, readable_at
 from fedapp.data.pictures import CIFAR10_CLASSES
 from fedapp.errors import BadRequest, raised, suggest_choice
+from fedapp.lazy import torchvision
 from fedapp.settings import DataSettings
 
 UInt8 = npt.NDArray[np.uint8]
@@ -494,11 +495,9 @@ def _of_package(entry: plugins.Entry, root: Path | None) -> _Source:
 
 
 def _build_torchvision(name: str, root: Path | None) -> Own:
-    import torchvision.datasets as published
-
     class_name, options = _TORCHVISION[name]
     target = root if root is not None else cache_root() / "downloads"
-    reader = getattr(published, class_name)
+    reader = getattr(torchvision.datasets, class_name)
     before = socket.getdefaulttimeout()
     try:
         target.mkdir(parents=True, exist_ok=True)

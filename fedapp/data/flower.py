@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.errors import BadRequest, named_values, plain_value, suggest, suggest_choice
+from fedapp.lazy import datasets
 
 Int64 = npt.NDArray[np.int64]
 
@@ -119,8 +120,6 @@ def partition(
     if name == "IidPartitioner" and not given and clients > 0:
         # It cuts the permuted rows into pieces of nearly the same length, a millisecond for each client.
         return list(np.array_split(rng.permutation(len(columns["label"])), clients))
-    import datasets
-
     cls = _class(partition)
     known = inspect.signature(cls).parameters
     by = given.get("partition_by", "label")

@@ -19,7 +19,7 @@ from fedapp.data.cache import FULL, file_identity
 from fedapp.data.columns import PARTS, Array, Own, assigned, labelled, own, roles
 from fedapp.data.names import is_there
 from fedapp.errors import BadRequest, suggest_choice
-from fedapp.lazy import pd
+from fedapp.lazy import datasets, pd
 from fedapp.settings import DataSettings
 
 HUB = "hub:"
@@ -53,8 +53,6 @@ def read(place: str, settings: DataSettings, node: bool = False) -> Own:
     ------
     BadRequest : it cannot be read, or columns are missing or wrong; the message says which.
     """
-    import datasets
-
     with tempfile.TemporaryDirectory(prefix="fedapp-") as scratch:
         try:
             found = _opened(place, scratch)
@@ -93,8 +91,6 @@ def _check_alike(place: str, first: str, kinds: Mapping[str, Any], part: str, ot
 
 
 def _opened(place: str, scratch: str) -> Any:
-    import datasets
-
     if place.startswith(HUB):
         name, _, revision = place.removeprefix(HUB).partition("@")
         return datasets.load_dataset(name, revision=revision or None)
@@ -109,8 +105,6 @@ def _opened(place: str, scratch: str) -> Any:
 
 
 def _columns(place: str, data: Any, split: Array | None, settings: DataSettings, node: bool) -> Own:
-    import datasets
-
     wanted = roles(settings.columns)
     found = assigned(place, data.column_names, wanted)
     if split is not None and "split" in found:
@@ -214,8 +208,6 @@ def _content(place: str, cell: Mapping[str, Any]) -> bytes:
 
 def _values(data: Any, name: str) -> Sequence[Any]:
     """Return the entries of one column, classes as their names, without a class None."""
-    import datasets
-
     values: Sequence[Any] = data[name][:]
     kind = data.features[name]
     if isinstance(kind, datasets.ClassLabel):

@@ -27,6 +27,7 @@ from fedapp.data.cache import Store
 from fedapp.data.columns import PARTS, Own, entries
 from fedapp.data.names import PART_OF, SHOWN, entries_of, name_of, unusable
 from fedapp.errors import BadRequest
+from fedapp.lazy import Image
 from fedapp.settings import Auto, DataSettings
 
 UInt8 = npt.NDArray[np.uint8]
@@ -140,7 +141,7 @@ def _cinic10_place(member: str) -> tuple[str, str, str] | None:
 
 def _decode(stream: Any, size: int, what: str) -> UInt8:
     """Decode one colour picture of a known size to uint8 (size, size, 3)."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     try:
         with Image.open(stream, formats=FORMATS) as picture:
@@ -292,8 +293,6 @@ def read_folder(listing: Listing, store: Store, settings: DataSettings) -> Own:
         than :data:`MOST_BYTES` in the size that was asked for.
     """
     bad = dict(listing.bad)
-    from PIL import Image
-
     while True:
         # Only sizes that are kept depend on how pictures are turned; of a PNG file that is known once it is decoded.
         shapes, grey = _sizes(listing, bad, turn=settings.image_size == 0)
@@ -343,8 +342,6 @@ def _refused(listing: Listing, bad: Mapping[Path, str]) -> BadRequest:
 
 def _sizes(listing: Listing, bad: dict[Path, str], turn: bool) -> tuple[list[tuple[int, int]], bool]:
     """Return (width, height) of every picture, upright if `turn`, and whether all are grey; bad files are noted."""
-    from PIL import Image
-
     shapes, grey = [], True
     for path in (p.path for p in listing.pictures if p.path not in bad):
         with _noted(path, bad), Image.open(path, formats=FORMATS) as picture:
@@ -356,7 +353,7 @@ def _sizes(listing: Listing, bad: dict[Path, str], turn: bool) -> tuple[list[tup
 
 def pixels(picture: Any, shape: tuple[int, ...]) -> UInt8:
     """Return an opened picture upright, as uint8 of the shape (H, W, channels)."""
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
     height, width, channels = shape
     upright = ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
@@ -367,8 +364,6 @@ def pixels(picture: Any, shape: tuple[int, ...]) -> UInt8:
 
 def whole(path: Path, channels: int) -> UInt8:
     """Return a file's picture upright and in its own size, uint8 (H, W, channels)."""
-    from PIL import Image
-
     with Image.open(path, formats=FORMATS) as picture:
         picture.load()  # only then the EXIF tag of a PNG file is known
         width, height = _upright(picture)
@@ -382,8 +377,6 @@ def check_format(source: Any) -> None:
     ------
     OSError, ValueError : it is none of `FORMATS`, or has more than 8 bits per channel.
     """
-    from PIL import Image
-
     with Image.open(source, formats=FORMATS) as picture:
         check_depth(picture)
 
@@ -502,7 +495,7 @@ def rounded_down(shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> int
 @contextlib.contextmanager
 def _noted(where: Key, bad: dict[Key, str]) -> Iterator[None]:
     """Note the file, or the row of a table, if the block, which opens its picture, fails."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     try:
         yield

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import psutil
 
 from fedapp.errors import BadRequest, counted
+from fedapp.lazy import torch
 
 MEMORY_PER_CLIENT = 1 << 30
 """Bytes assumed for a client that was not measured; a worker that has imported PyTorch takes about half of it."""
@@ -162,6 +163,4 @@ def usable_cores() -> int:
 
 def cuda_devices() -> int:
     """Count the CUDA devices that PyTorch can use here."""
-    import torch
-
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from fedapp.errors import BadRequest
-from fedapp.lazy import Tensor, nn, torch
+from fedapp.lazy import Tensor, nn, torch, torchvision
 
 TORCHVISION = "torchvision.models"
 SHOWN = 4
@@ -161,8 +161,6 @@ def preprocessing(name: str) -> tuple[int, tuple[float, ...], tuple[float, ...]]
     module, _, function = name.partition(":")
     if module != TORCHVISION and not module.startswith(f"{TORCHVISION}."):
         return None
-    import torchvision.models  # it takes long to load
-
     try:
         known = torchvision.models.get_model_weights(function).DEFAULT.transforms()  # nothing is downloaded
         return int(known.crop_size[0]), tuple(known.mean), tuple(known.std)

@@ -88,7 +88,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from fedapp.errors import BadRequest, described, suggest_choice
-from fedapp.lazy import nn, torch
+from fedapp.lazy import nn, torch, torchvision
 from fedapp.models import own, weights
 from fedapp.models.own import PLAIN
 from fedapp.settings import ModelSettings
@@ -352,14 +352,9 @@ def _for_channels(conv: nn.Conv2d, channels: int) -> nn.Conv2d:
     )
 
 
-# torchvision is imported where it is needed: it takes longer to load than a small model to train a round.
-
-
 def _resnet18(channels: int, size: int) -> Stages:
     """ResNet-18 with the 7x7/2 stem and max pooling, fc 512."""
-    from torchvision.models import resnet18
-
-    net = resnet18(weights=None, num_classes=512)
+    net = torchvision.models.resnet18(weights=None, num_classes=512)
     net.conv1 = _for_channels(net.conv1, channels)
     parts: Stages = list(net.named_children())
     return [*parts[:-1], ("flatten", nn.Flatten()), ("fc1", net.fc)]
@@ -367,9 +362,7 @@ def _resnet18(channels: int, size: int) -> Stages:
 
 def _fedgh_resnet18(channels: int, size: int) -> Stages:
     """ResNet-18 with a 3x3 stem of stride 1 and no max pooling, fc 500."""
-    from torchvision.models import resnet18
-
-    net = resnet18(weights=None, num_classes=500)
+    net = torchvision.models.resnet18(weights=None, num_classes=500)
     net.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
     parts: Stages = [(name, part) for name, part in net.named_children() if name != "maxpool"]
     return [*parts[:-1], ("flatten", nn.Flatten()), ("fc1", net.fc)]
@@ -377,9 +370,7 @@ def _fedgh_resnet18(channels: int, size: int) -> Stages:
 
 def _fedproto_resnet18(channels: int, size: int, *, stem: int, pool: int) -> Stages:
     """ResNet-18 whose 7x7 stem and max pooling have these strides; the trunk ends with the mean of the last maps."""
-    from torchvision.models import resnet18
-
-    net = resnet18(weights=None)
+    net = torchvision.models.resnet18(weights=None)
     net.conv1 = _for_channels(net.conv1, channels)
     net.conv1.stride, net.maxpool.stride = (stem, stem), pool
     parts: Stages = list(net.named_children())
@@ -388,9 +379,7 @@ def _fedproto_resnet18(channels: int, size: int, *, stem: int, pool: int) -> Sta
 
 def _googlenet(channels: int, size: int) -> Stages:
     """GoogLeNet with batch normalisation, dropout 0.2, fc 512; no auxiliary outputs (they would never be trained)."""
-    from torchvision.models import googlenet
-
-    net = googlenet(weights=None, num_classes=512, aux_logits=False, init_weights=True)
+    net = torchvision.models.googlenet(weights=None, num_classes=512, aux_logits=False, init_weights=True)
     net.conv1.conv = _for_channels(net.conv1.conv, channels)
     parts: Stages = list(net.named_children())
     return [*parts[:-2], ("flatten", nn.Flatten()), ("dropout", net.dropout), ("fc1", net.fc)]
@@ -398,9 +387,7 @@ def _googlenet(channels: int, size: int) -> Stages:
 
 def _shufflenetv2(channels: int, size: int) -> Stages:
     """ShuffleNetV2 x1.0, global mean, fc 512."""
-    from torchvision.models import shufflenet_v2_x1_0
-
-    net = shufflenet_v2_x1_0(weights=None, num_classes=512)
+    net = torchvision.models.shufflenet_v2_x1_0(weights=None, num_classes=512)
     net.conv1[0] = _for_channels(net.conv1[0], channels)
     parts: Stages = list(net.named_children())
     return [*parts[:-1], ("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc1", net.fc)]
@@ -427,9 +414,7 @@ def _mobilenetv2(channels: int, size: int) -> Stages:
 
     The ImageNet strides would leave a single pixel of a 32 x 32 image; the parameters are the same.
     """
-    from torchvision.models import mobilenet_v2
-
-    net = mobilenet_v2(weights=None, num_classes=512, inverted_residual_setting=_MOBILENET_BLOCKS)
+    net = torchvision.models.mobilenet_v2(weights=None, num_classes=512, inverted_residual_setting=_MOBILENET_BLOCKS)
     stem, *blocks, last = net.features.children()
     stem[0] = _for_channels(stem[0], channels)
     stem[0].stride = (1, 1)

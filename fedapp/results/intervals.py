@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedapp.errors import counted
+from fedapp.lazy import stats
 from fedapp.results.statistics import DASH, Floats, duration, measured
 
 PRIOR_FREEDOM = 2.0
@@ -49,8 +50,6 @@ class Difference:
 
     def half_width(self, tail: float) -> float:
         """Return half the width of this row's own t interval with so much probability beyond either end."""
-        from scipy import stats
-
         return float(stats.t.ppf(1 - tail, self.freedom)) * self.error
 
     @property
@@ -75,8 +74,6 @@ class Difference:
     @property
     def p(self) -> float:
         """Two-sided p of the t-test of this row alone; NaN with one seed."""
-        from scipy import stats
-
         return float(2 * stats.t.sf(abs(self.mean) / self.error, self.freedom))
 
     def word(self, margin: float) -> str:
@@ -105,8 +102,6 @@ class Difference:
         n, spread = len(self.values), float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
         if math.isnan(spread) or not spread:
             return (math.nan,) * 3
-        from scipy import stats
-
         below = float(stats.t.cdf((-margin - self.mean) * math.sqrt(n) / spread, n - 1))
         above = float(stats.t.sf((margin - self.mean) * math.sqrt(n) / spread, n - 1))
         return below, 1 - below - above, above
@@ -125,8 +120,6 @@ def differences_of(table: Mapping[str, Iterable[float]], resolution: float) -> d
     table : row -> one difference for each seed, at least one.   The reference is no row.
     resolution : smallest step of such a difference, > 0. A variance is at least that of rounding, resolution^2 / 12.
     """
-    from scipy import stats
-
     rows = {name: measured(values) for name, values in table.items()}
     variance = {n: max(float(v.var(ddof=1)), resolution**2 / 12) for n, v in rows.items() if len(v) > 1}
     scaled = [s2 / (stats.chi2.median(len(rows[n]) - 1) / (len(rows[n]) - 1)) for n, s2 in variance.items()]
@@ -165,7 +158,7 @@ def smallest_seen(seeds: int, rows: int, power: float = 0.8) -> float:
     ----------
     seeds : at least 2.   rows : compared with the reference.
     """
-    from scipy import optimize, stats
+    from scipy import optimize
 
     freedom = seeds - 1 + prior_freedom(seeds, rows)
     critical = float(stats.t.ppf(1 - 0.025 / rows, freedom))
@@ -190,8 +183,6 @@ def partition_share(scores: Floats) -> tuple[float, float, float]:
     -------
     Share, lower and upper end in [0, 1]; NaN for fewer than four partitions, or where the seeds of each agree exactly.
     """
-    from scipy import stats
-
     partitions, runs = scores.shape
     within = float(scores.var(axis=1, ddof=1).mean())
     if partitions < FEWEST_PARTITIONS or not within:

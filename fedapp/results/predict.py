@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from fedapp.data.names import is_there
 from fedapp.data.pictures import FORMATS, check_depth, pixels
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, counted, plain
-from fedapp.lazy import Tensor, nn, torch
+from fedapp.lazy import Image, Tensor, nn, pd, torch
 from fedapp.learning.evaluation import BATCH
 from fedapp.learning.state import StateError, read_safetensors, write_safetensors
 from fedapp.learning.task import ModelSpec
@@ -46,9 +46,6 @@ SPARE, FROZEN = 1 << 24, 1 << 29
 """Numbers that a model may have beyond those in its file: in general, and where layers were frozen and never sent."""
 FILES = {"trained": "personal.safetensors", "received": "received.safetensors", "tuned": "tuned.safetensors"}
 """The file of each point, which is the score of the model in it, in the folder of a client."""
-
-if TYPE_CHECKING:  # slow to import, and every client imports this module to store its model
-    import pandas as pd
 
 
 def described(inputs: InputSpec, classes: Sequence[str]) -> dict[str, object]:
@@ -341,8 +338,6 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
     ------
     BadRequest : a file is not a picture.
     """
-    from PIL import Image
-
     channels, height, width = inputs.shape
     if channels not in (1, 3):
         raise BadRequest(
@@ -410,8 +405,6 @@ def run(net: LoadedModel, files: Sequence[Path]) -> pd.DataFrame:
     One row per sample: `sample` (file, or file:row), `class` and `probability` of the most probable class, and `p_NAME`
     for each class.
     """
-    import pandas as pd
-
     tables = []
     for path in files:
         x, names = read_samples(path, net)
