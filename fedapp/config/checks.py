@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from fedapp import plugins, sampling
 from fedapp.config import dp_rules
@@ -29,39 +28,23 @@ OR_OWN = ", or name your own as package.module:function"
 _FEDERATION = re.compile(r"\A[a-z0-9-]{1,64}\Z")
 
 
-def refuse(rules: Iterable[tuple[object, str]]) -> None:
-    """Raise the message of the first rule that is broken.
-
-    Raises
-    ------
-    BadRequest : a rule is broken.
-    """
-    for broken, text in rules:
-        if broken:
-            raise BadRequest(text)
-
-
 def check(config: RunConfig) -> None:
     """Refuse settings that contradict each other, without reading any data."""
     method, hparams = config.method_and_hparams()
     scores = config.evaluation
-    unknown = [p for p in scores.measured if p not in PROTOCOLS] or not scores.measured
-    refuse([(unknown, f"protocols = '{scores.protocols}': choose from {', '.join(PROTOCOLS)}")])
+    if not scores.measured or not {*scores.measured} <= {*PROTOCOLS}:
+        raise BadRequest(f"protocols = '{scores.protocols}': choose from {', '.join(PROTOCOLS)}")
     _check_metrics(config)
     _check_unseen(config)
     roles(config.data.columns)
     _check_model(config, method, hparams)
     federation, sent = config.storage.federation, method.up_prefixes(hparams)
-    refuse([
-        (
-            federation and not federation.replace("-", "").replace("_", "").replace(".", "").isalnum(),
-            f"federation = '{federation}': use letters, digits, '-', '_' and '.' only",
-        ),
-        (
-            config.robustness.clip_update and not sent,
-            f"clip-update limits changes of model arrays, but {config.federation.method} sends none: leave it at 0",
-        ),
-    ])  # fmt: skip
+    if federation and not federation.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise BadRequest(f"federation = '{federation}': use letters, digits, '-', '_' and '.' only")
+    if config.robustness.clip_update and not sent:
+        raise BadRequest(
+            f"clip-update limits changes of model arrays, but {config.federation.method} sends none: leave it at 0"
+        )
     _check_robust(config, method, hparams)
     _check_sums(config, method, hparams)
     dp_rules.check(config, method, hparams)
@@ -69,37 +52,34 @@ def check(config: RunConfig) -> None:
     rounds, every = config.federation.num_server_rounds, scores.evaluate_every
     chooses = scores.select == "validation"
     least, clients = unless_auto(config.federation.min_clients, 0), config.data.clients
-    refuse([
-        (
-            not rounds and getattr(hparams, "base", "") != "none",
-            f"num-server-rounds = 0: {config.federation.method} trains in rounds, so give at least 1",
-        ),
-        (
-            chooses and not config.data.validation,
-            "select = 'validation' needs validation images: hold some out with --set validation=0.1",
-        ),
-        (
-            chooses and "received" not in scores.measured,
-            f"select = 'validation' chooses by received, but protocols = '{scores.protocols}': measure it too",
-        ),
-        (
-            chooses and every > rounds,
+    if not rounds and getattr(hparams, "base", "") != "none":
+        raise BadRequest(f"num-server-rounds = 0: {config.federation.method} trains in rounds, so give at least 1")
+    if chooses and not config.data.validation:
+        raise BadRequest("select = 'validation' needs validation images: hold some out with --set validation=0.1")
+    if chooses and "received" not in scores.measured:
+        raise BadRequest(
+            f"select = 'validation' chooses by received, but protocols = '{scores.protocols}': measure it too"
+        )
+    if chooses and every > rounds:
+        raise BadRequest(
             f"select = 'validation' with evaluate-every = {every} evaluates none of {counted(rounds, 'round')}: lower "
-            "evaluate-every",
-        ),
-        (0 < clients < least, f"min-clients = {least}, but clients = {clients}: lower min-clients"),
-        (config.storage.resume and not config.storage.out, "resume needs out: give the run directory to continue"),
-    ])  # fmt: skip
+            "evaluate-every"
+        )
+    if 0 < clients < least:
+        raise BadRequest(f"min-clients = {least}, but clients = {clients}: lower min-clients")
+    if config.storage.resume and not config.storage.out:
+        raise BadRequest("resume needs out: give the run directory to continue")
     check_name(config.data.dataset)
     kind, kinds = config.data.partition, ("auto", *PARTITION_KINDS)
-    known = kind in kinds or flower.is_named(kind)
-    refuse([(not known, f"unknown partition '{kind}'{suggest_choice(kind, kinds)}")])
+    if kind not in kinds and not flower.is_named(kind):
+        raise BadRequest(f"unknown partition '{kind}'{suggest_choice(kind, kinds)}")
 
 
 def _check_model(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
     settings, names = config.model, config.model.names
     several = len(set(names)) if len(set(names)) > 1 else 0
-    refuse([(not names, "model is empty: give one architecture, several with commas between them, or auto")])
+    if not names:
+        raise BadRequest("model is empty: give one architecture, several with commas between them, or auto")
     for name in names:
         if is_own(name):
             check_form(name, settings)
@@ -110,35 +90,29 @@ def _check_model(config: RunConfig, method: Method, hparams: BaseHParams) -> Non
                 or f"unknown model '{name}'{suggest_choice(name, known, OR_OWN)}"
             )
     builds = any((settings.model_args, settings.head, settings.width, own.side(settings)))
-    refuse([
-        (
-            builds and not any(map(is_own, names)),
-            "model-args, head, width and input-size are for own models (package.module:function): leave them out",
-        ),
-        (
-            settings.weights and several,
-            f"weights are of one architecture, but model = '{settings.model}' names several: give one",
-        ),
-        (
-            settings.freeze and not settings.weights,
-            "freeze keeps layers with stored weights as they are: give weights too, or leave it out",
-        ),
-        (
-            IDENTITY in names and config.data.normalise == "client",
+    if builds and not any(map(is_own, names)):
+        raise BadRequest(
+            "model-args, head, width and input-size are for own models (package.module:function): leave them out"
+        )
+    if settings.weights and several:
+        raise BadRequest(f"weights are of one architecture, but model = '{settings.model}' names several: give one")
+    if settings.freeze and not settings.weights:
+        raise BadRequest("freeze keeps layers with stored weights as they are: give weights too, or leave it out")
+    if IDENTITY in names and config.data.normalise == "client":
+        raise BadRequest(
             "normalise = 'client' gives each client's features their own mean and deviation, which hides what tells "
-            "classes apart: choose data, none or auto",
-        ),
-        (
-            several and not method.heterogeneous,
+            "classes apart: choose data, none or auto"
+        )
+    if several and not method.heterogeneous:
+        raise BadRequest(
             f"{config.federation.method} needs one architecture, but model = '{settings.model}' names {several}: give "
-            "one, or choose a method that allows several (fedapp methods)",
-        ),
-        (
-            several and "features." in method.shared_prefixes(hparams),
+            "one, or choose a method that allows several (fedapp methods)"
+        )
+    if several and "features." in method.shared_prefixes(hparams):
+        raise BadRequest(
             f"{config.federation.method} with these method-args shares extractors, so all clients need one "
-            "architecture: give one model, or change method-args",
-        ),
-    ])  # fmt: skip
+            "architecture: give one model, or change method-args"
+        )
 
 
 def _check_partition(config: RunConfig) -> None:
@@ -146,10 +120,8 @@ def _check_partition(config: RunConfig) -> None:
     names = [n.strip() for n in data.class_names.split(",")]
     named = flower.is_named(kind)
     natural = kind in NATURAL or named
-    refuse([(
-        data.class_names and (not all(names) or len(set(names)) != len(names)),
-        f"class-names = '{data.class_names}': give different names with commas between them",
-    )])  # fmt: skip
+    if data.class_names and (not all(names) or len(set(names)) != len(names)):
+        raise BadRequest(f"class-names = '{data.class_names}': give different names with commas between them")
     for key in changed(config, "alpha", "classes-per-client") if natural else ():
         raise BadRequest(
             f"{key} is for drawn partitions, and partition = '{kind}' is not one: "
@@ -157,25 +129,17 @@ def _check_partition(config: RunConfig) -> None:
         )
     if named:
         flower.arguments(kind, data.partition_args)
-    refuse([
-        (
-            kind in NATURAL and data.split == "official",
-            f"split = 'official' does not go with partition = '{kind}': use given or auto",
-        ),
-        (
-            data.partition_args and not named,
+    if kind in NATURAL and data.split == "official":
+        raise BadRequest(f"split = 'official' does not go with partition = '{kind}': use given or auto")
+    if data.partition_args and not named:
+        raise BadRequest(
             "partition-args is for partitioners of flwr-datasets: give one, such as partition = "
-            "flwr:DirichletPartitioner",
-        ),
-        (
-            data.split == "given" and kind not in ("auto", *NATURAL),
-            "split = 'given' goes with partition = 'by-client': choose official, merged or holdout",
-        ),
-        (
-            (kind == "file") != bool(data.partition_file),
-            "partition = 'file' and partition-file go together: give both, or neither",
-        ),
-    ])  # fmt: skip
+            "flwr:DirichletPartitioner"
+        )
+    if data.split == "given" and kind not in ("auto", *NATURAL):
+        raise BadRequest("split = 'given' goes with partition = 'by-client': choose official, merged or holdout")
+    if (kind == "file") != bool(data.partition_file):
+        raise BadRequest("partition = 'file' and partition-file go together: give both, or neither")
 
 
 def changed(config: RunConfig, *keys: str) -> list[str]:
@@ -192,30 +156,23 @@ def _check_robust(config: RunConfig, method: Method, hparams: BaseHParams) -> No
     except ValueError as e:
         raise BadRequest(f"robust = '{settings.robust}': {e}") from e
     cap = unless_auto(settings.count_cap, 0.0)
-    refuse([
-        (
-            rules and not {"rules", OWN_RULE} & set(guards),
+    if rules and not {"rules", OWN_RULE} & set(guards):
+        raise BadRequest(
             f"robust is for averages of what clients send, and {who} has none that it could guard: leave it out, or "
-            "choose another method",
-        ),
-        (
-            rules and "rules" not in guards and rules != (OWN_RULE,),
-            f"robust = '{settings.robust}': {who} has a rule of its own: use robust = 'own'",
-        ),
-        (
-            rules == (OWN_RULE,) and OWN_RULE not in guards,
-            f"robust = 'own': {who} has no rule of its own: choose from {', '.join(RULES)}",
-        ),
-        (
-            not rules and settings.robust_f != DEFAULTS["robust-f"],
-            f"robust-f = {settings.robust_f} says how many clients robust expects to lie: choose a rule too",
-        ),
-        (
-            cap and "count-cap" not in guards and config.privacy.dp != "example",
-            f"count-cap limits the weights of clients, and {who} has none: leave it out",
-        ),
-        (0 != cap < 1, f"count-cap = {cap:g}: must be 0, or at least 1 times the median"),
-    ])  # fmt: skip
+            "choose another method"
+        )
+    if rules and "rules" not in guards and rules != (OWN_RULE,):
+        raise BadRequest(f"robust = '{settings.robust}': {who} has a rule of its own: use robust = 'own'")
+    if rules == (OWN_RULE,) and OWN_RULE not in guards:
+        raise BadRequest(f"robust = 'own': {who} has no rule of its own: choose from {', '.join(RULES)}")
+    if not rules and settings.robust_f != DEFAULTS["robust-f"]:
+        raise BadRequest(
+            f"robust-f = {settings.robust_f} says how many clients robust expects to lie: choose a rule too"
+        )
+    if cap and "count-cap" not in guards and config.privacy.dp != "example":
+        raise BadRequest(f"count-cap limits the weights of clients, and {who} has none: leave it out")
+    if 0 != cap < 1:
+        raise BadRequest(f"count-cap = {cap:g}: must be 0, or at least 1 times the median")
 
 
 def _with_args(config: RunConfig) -> str:
@@ -230,11 +187,11 @@ def _check_sums(config: RunConfig, method: Method, hparams: BaseHParams) -> None
         for key in changed(config, "secure-dropout", "secure-colluders"):
             raise BadRequest(f"{key} is for secure sums: set secure-sum = true too, or leave it out")
         return
-    refuse([(
-        method.sums(hparams) is None,
-        f"secure-sum: {_with_args(config)} needs the reply of each client, and not only their sum: leave it out, or "
-        "choose a method that averages (docs/secure-sums.md lists them)",
-    )])  # fmt: skip
+    if method.sums(hparams) is None:
+        raise BadRequest(
+            f"secure-sum: {_with_args(config)} needs the reply of each client, and not only their sum: leave it out, "
+            "or choose a method that averages (docs/secure-sums.md lists them)"
+        )
     why = {
         "robust": "compares single replies",
         "max-abs": "looks at single values",
@@ -278,17 +235,12 @@ def check_training(config: RunConfig) -> None:
     """Refuse an optimizer, a schedule or weights that are not valid, or that leave a setting without effect."""
     settings, name = config.training, config.training.optimizer
     steps = settings.lr_schedule_steps
-    refuse([
-        (
-            settings.momentum and not takes(name, "momentum"),
-            f"momentum is for SGD and RMSprop: leave it at auto with optimizer = '{name}'",
-        ),
-        (
-            settings.weight_decay and not takes(name, "weight_decay"),
-            f"{name} has no weight decay: leave weight-decay at auto, or choose another optimizer",
-        ),
-        (name == "rprop" and steps, "rprop uses lr for the first step of a round only: leave out lr-schedule-steps"),
-    ])  # fmt: skip
+    if settings.momentum and not takes(name, "momentum"):
+        raise BadRequest(f"momentum is for SGD and RMSprop: leave it at auto with optimizer = '{name}'")
+    if settings.weight_decay and not takes(name, "weight_decay"):
+        raise BadRequest(f"{name} has no weight decay: leave weight-decay at auto, or choose another optimizer")
+    if name == "rprop" and steps:
+        raise BadRequest("rprop uses lr for the first step of a round only: leave out lr-schedule-steps")
     _ = config.rates  # a schedule that is not valid has none
     if settings.optimizer_args:
         make_optimizer([torch.nn.Parameter(torch.zeros(()))], settings)
@@ -305,22 +257,16 @@ def check_simulation(config: RunConfig) -> None:
     BadRequest : a setting does not fit a simulation, or a folder is missing.
     """
     data, storage = config.data, config.storage
-    refuse([
-        (
-            data.class_names,
-            "class-names is for nodes with their own data (--engine deploy): leave it out, the data set has names",
-        ),
-        (
-            data.dataset in OWN and not data.data_dir,
-            f"dataset = '{data.dataset}' needs data-dir: give the path of your data",
-        ),
-    ])  # fmt: skip
+    if data.class_names:
+        raise BadRequest(
+            "class-names is for nodes with their own data (--engine deploy): leave it out, the data set has names"
+        )
+    if data.dataset in OWN and not data.data_dir:
+        raise BadRequest(f"dataset = '{data.dataset}' needs data-dir: give the path of your data")
     for name in config.evaluation.further_metrics:
         evaluation.metric(name)
-    refuse([(
-        storage.warm_start and not storage.state_dir,
-        "warm-start needs state-dir (and federation): give those of the earlier run",
-    )])  # fmt: skip
+    if storage.warm_start and not storage.state_dir:
+        raise BadRequest("warm-start needs state-dir (and federation): give those of the earlier run")
 
 
 def check_node(config: RunConfig) -> None:
@@ -332,28 +278,22 @@ def check_node(config: RunConfig) -> None:
         to read, or a federation whose name is not a valid folder name on every system.
     """
     federation = config.storage.federation
-    refuse([(
-        federation and not _FEDERATION.match(federation),
-        f"federation = '{federation[:80]}': on real nodes it names a folder: give 1 to 64 small letters, digits or "
-        "hyphens",
-    )])  # fmt: skip
+    if federation and not _FEDERATION.match(federation):
+        raise BadRequest(
+            f"federation = '{federation[:80]}': on real nodes it names a folder: give 1 to 64 small letters, digits or "
+            "hyphens"
+        )
     dp_rules.check_node(config)
     own = [m for m in config.evaluation.further_metrics if evaluation.is_own(m)]
-    refuse([
-        (
-            config.data.partition_file,
-            "partition-file is for simulations, because a node reads no file that a server names",
-        ),
-        (
-            config.evaluation.confusion,
-            "metrics: 'confusion' is for simulations, because it tells how many samples of each class",
-        ),
-        (
-            own,
-            f"metrics: '{own[0] if own else ''}' is for simulations, because a node imports no code that a server "
-            f"names: choose from {', '.join((*ALWAYS, *evaluation.METRICS))}",
-        ),
-    ])  # fmt: skip
+    if config.data.partition_file:
+        raise BadRequest("partition-file is for simulations, because a node reads no file that a server names")
+    if config.evaluation.confusion:
+        raise BadRequest("metrics: 'confusion' is for simulations, because it tells how many samples of each class")
+    if own:
+        raise BadRequest(
+            f"metrics: '{own[0]}' is for simulations, because a node imports no code that a server "
+            f"names: choose from {', '.join((*ALWAYS, *evaluation.METRICS))}"
+        )
 
 
 def check_liars(config: RunConfig, clients: int, simulation: bool) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from fedapp.config.keys import DEFAULTS, RunConfig
 from fedapp.core.noise import STEPS
@@ -64,86 +63,69 @@ def check(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
     _check_example(config, method, hparams)
 
 
-def _refuse(config: RunConfig, rules: Iterable[tuple[Any, str]]) -> None:
-    for broken, text in rules:
-        if broken:
-            raise BadRequest(f"dp = '{config.privacy.dp}': {text}")
+def _refused(config: RunConfig, text: str) -> BadRequest:
+    return BadRequest(f"dp = '{config.privacy.dp}': {text}")
 
 
 def _check_common(config: RunConfig) -> None:
-    rules = (
-        (
-            config.storage.lost_state == "restart",
-            "lost-state = 'restart' may begin with an empty ledger: put the state folder back",
-        ),
-        (config.storage.warm_start, "warm-start begins from states that were made without noise: leave it out"),
-        (
-            config.evaluation.select == "validation",
-            "select = 'validation' chooses a round by exact scores: leave it at last",
-        ),
-        (config.federation.patience, "patience ends a run by exact training losses: leave it at 0"),
-        (
-            config.data.normalise in ("data", "client"),
+    if config.storage.lost_state == "restart":
+        raise _refused(config, "lost-state = 'restart' may begin with an empty ledger: put the state folder back")
+    if config.storage.warm_start:
+        raise _refused(config, "warm-start begins from states that were made without noise: leave it out")
+    if config.evaluation.select == "validation":
+        raise _refused(config, "select = 'validation' chooses a round by exact scores: leave it at last")
+    if config.federation.patience:
+        raise _refused(config, "patience ends a run by exact training losses: leave it at 0")
+    if config.data.normalise in ("data", "client"):
+        raise _refused(
+            config,
             f"normalise = '{config.data.normalise}' moves every sample if one is added: take none, or auto with "
             "weights or a published data set",
-        ),
-        (
-            config.data.normalise == "auto" and not config.model.weights and published(config.data.dataset) is None,
+        )
+    if config.data.normalise == "auto" and not config.model.weights and published(config.data.dataset) is None:
+        raise _refused(
+            config,
             "normalise = 'auto' takes mean and deviation of your own data: take normalise = 'none', or torchvision's "
             "weights",
-        ),
-    )
-    _refuse(config, rules)
+        )
 
 
 def _check_sgd(config: RunConfig) -> None:
-    rules = (
-        (
-            config.training.precision != "fp32",
-            "the gradient of each image is computed in float32: take precision = 'fp32'",
-        ),
-        (
-            config.training.class_weights == "balanced",
-            "class-weights = 'balanced' counts the images: give numbers, or none",
-        ),
-        (
-            config.secure.secure_sum,
+    if config.training.precision != "fp32":
+        raise _refused(config, "the gradient of each image is computed in float32: take precision = 'fp32'")
+    if config.training.class_weights == "balanced":
+        raise _refused(config, "class-weights = 'balanced' counts the images: give numbers, or none")
+    if config.secure.secure_sum:
+        raise _refused(
+            config,
             "each client's noise is for itself, so that a hidden sum would not change epsilon: leave secure-sum out",
-        ),
-        (config.robustness.clip_update, "dp-clip bounds each image's gradient: leave clip-update out"),
-    )
-    _refuse(config, rules)
+        )
+    if config.robustness.clip_update:
+        raise _refused(config, "dp-clip bounds each image's gradient: leave clip-update out")
 
 
 def _check_example(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
     threshold = method.class_threshold(hparams)
     least = getattr(hparams, threshold, 1) if threshold else 1
-    rules = (
-        (least > 1, f"{threshold} is a threshold on true counts: leave it at 1, all classes are sent"),
-        (
-            getattr(hparams, "order", "") == "arrival",
-            "order=arrival says how long clients take: take shuffled or sorted",
-        ),
-        (getattr(hparams, "scale", "") == "fit", "scale=fit asks for exact losses: take scale=trained or none"),
-        (getattr(hparams, "oracle", False), "oracle=true sends the features themselves: leave it out"),
-        (
-            getattr(hparams, "cov", "full") not in ("full", "sums"),
-            "cov: noise is added to the sums of each class, so that only full and sums are possible",
-        ),
-        (
-            getattr(hparams, "transform", "none") != "none",
-            "transform changes the norm that bounds what one image can change: take transform=none",
-        ),
-        (
-            config.robustness.robust != "none",
-            "robust compares single clients, whose statistics are mostly noise: leave it out",
-        ),
-        (
-            len(set(config.model.names)) > 1,
+    if least > 1:
+        raise _refused(config, f"{threshold} is a threshold on true counts: leave it at 1, all classes are sent")
+    if getattr(hparams, "order", "") == "arrival":
+        raise _refused(config, "order=arrival says how long clients take: take shuffled or sorted")
+    if getattr(hparams, "scale", "") == "fit":
+        raise _refused(config, "scale=fit asks for exact losses: take scale=trained or none")
+    if getattr(hparams, "oracle", False):
+        raise _refused(config, "oracle=true sends the features themselves: leave it out")
+    if getattr(hparams, "cov", "full") not in ("full", "sums"):
+        raise _refused(config, "cov: noise is added to the sums of each class, so that only full and sums are possible")
+    if getattr(hparams, "transform", "none") != "none":
+        raise _refused(config, "transform changes the norm that bounds what one image can change: take transform=none")
+    if config.robustness.robust != "none":
+        raise _refused(config, "robust compares single clients, whose statistics are mostly noise: leave it out")
+    if len(set(config.model.names)) > 1:
+        raise _refused(
+            config,
             "extractors stay as they are given, and means of different ones say nothing together: give one model",
-        ),
-    )
-    _refuse(config, rules)
+        )
 
 
 def check_node(config: RunConfig) -> None:

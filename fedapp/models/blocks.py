@@ -12,8 +12,7 @@ class ResidualBlock(nn.Module):
 
     Parameters
     ----------
-    c_in, c_out : int
-        Channels before and after; `c_out` is a multiple of 8.
+    c_in, c_out : channels before and after; `c_out` is a multiple of 8.
     """
 
     def __init__(self, c_in: int, c_out: int) -> None:

@@ -17,30 +17,22 @@ class SplitModel(nn.Module):
 
     Parameters
     ----------
-    name : str
-        Name in the zoo, kept for messages and for the header of saved states.
-    features : nn.Module
-        Trunk, maps images (B, channels, size, size) float32 to (B, width) float32. It ends *before* the last
+    name : in the zoo, for messages and for the header of saved states.
+    features : trunk, maps images (B, channels, size, size) float32 to (B, width) float32. It ends *before* the last
         activation, because FedClassAvg's contrastive loss works on these signed numbers (Jang et al., ICPP 2022).
-    activation : nn.ReLU or nn.Identity
-        Stands between trunk and head; has no parameters and must not work in place, since `features(x)` is used on its
-        own.
-    head : nn.Linear
-        Linear(width, num_classes) with bias.
+    activation : between trunk and head. It has no parameters and must not work in place, since `features(x)` is used on
+        its own.
+    head : Linear(width, num_classes) with bias.
 
     Attributes
     ----------
-    width : int
-        Number of features that the head sees.
-    num_classes : int
-        Number of outputs of the head.
-    unit : bool
-        Whether representations are brought to norm 1, as `dp = example` needs: what one image can change is then known.
+    width : number of features that the head sees.   num_classes : outputs of the head.
+    unit : whether representations are brought to norm 1, as `dp = example` needs: what one image can change is then
+        known.
 
     Raises
     ------
-    ValueError
-        If the activation works in place or the head has no bias.
+    ValueError : the activation works in place, or the head has no bias.
 
     Notes
     -----
@@ -63,17 +55,9 @@ class SplitModel(nn.Module):
         self.head = head
 
     def represent(self, x: Tensor) -> Tensor:
-        """Return what the head sees.
+        """Return what the head sees of normalised images (B, channels, size, size) float32: (B, width) float32.
 
-        Parameters
-        ----------
-        x : Tensor, (B, channels, size, size) float32
-            Normalised images.
-
-        Returns
-        -------
-        Tensor, (B, width) float32
-            `activation(features(x))`: non-negative where the activation is ReLU; with `unit` of norm 1.
+        It is `activation(features(x))`: non-negative where the activation is ReLU; with `unit` of norm 1.
         """
         z: Tensor = self.activation(self.features(x))
         return nn.functional.normalize(z, dim=1) if self.unit else z
@@ -86,18 +70,7 @@ class SplitModel(nn.Module):
         return z
 
     def classify(self, z: Tensor) -> Tensor:
-        """Return the logits of representations.
-
-        Parameters
-        ----------
-        z : Tensor, (B, width) float32
-            What `represent` returns (or class means of it).
-
-        Returns
-        -------
-        Tensor, (B, num_classes) float32
-            Logits, without softmax.
-        """
+        """Return the logits (B, num_classes) float32 of representations, or of class means of them, (B, width)."""
         logits: Tensor = self.head(self.head_input(z))
         return logits
 

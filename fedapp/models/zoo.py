@@ -74,8 +74,6 @@ PyTorch's global generator, which local training seeds. Networks with batch norm
 `googlenet`, MobileNetV2) need two images or more per batch in training mode wherever their last maps are one pixel
 wide: PyTorch refuses a batch of one there ("Expected more than 1 value per channel"). Local training therefore never
 makes a batch of one. All other models take any batch.
-
-The file is long because it is a catalogue: an entry and a builder for each network.
 """
 
 from __future__ import annotations
@@ -107,24 +105,14 @@ AXES = {"image": 3, "series": 2}
 class ZooEntry:
     """How to build one trunk, and for which data.
 
-    Parameters
+    Attributes
     ----------
-    width : int
-        Number of features at the end of the trunk; 0 = as many as a sample has numbers.
-    trunk : callable
-        (channels, size) -> named stages in forward order; size is the side of an image, the steps of a series, and
+    width : number of features at the end of the trunk; 0 = as many as a sample has numbers.
+    trunk : (channels, size) -> named stages in forward order; size is the side of an image, the steps of a series, and
         for trunks of `any` kind 1, where channels are all numbers of a sample.
-    min_size : int
-        Smallest side in pixels, or fewest steps.
-    max_size : int or None
-        Largest side in pixels; None = any.
-    relu : bool
-        Whether a ReLU stands between trunk and head.
-    kind : str
-        `image` (C, H, W), `series` (C, T) or `any`.
-    square : bool
-        Whether height and width of an image must be equal: the sizes of linear layers follow from the side. Trunks that
-        end in a mean over all positions take any height and width.
+    min_size : smallest side in pixels, or fewest steps.   max_size : largest side in pixels; None = any.
+    relu : whether a ReLU stands between trunk and head.   kind : `image` (C, H, W), `series` (C, T) or `any`.
+    square : whether height and width of an image must be equal: the sizes of linear layers follow from the side.
     """
 
     width: int
@@ -501,8 +489,7 @@ def default_model(shape: Shape) -> str:
 
     Raises
     ------
-    BadRequest
-        If none of these fits; a model must then be named.
+    BadRequest : none of these fits; a model must then be named.
     """
     name = "cnn" if len(shape) == 3 and shape[1] == shape[2] else "cnn-d"
     if len(shape) != 3:
@@ -536,8 +523,7 @@ def head_width(name: str, num_classes: int = 0, shape: Shape = (), settings: Mod
 
     Raises
     ------
-    BadRequest
-        If the name is unknown.
+    BadRequest : the name is unknown.
     """
     return own.head_of(name, num_classes, shape, settings)[0] if own.is_own(name) else _entry(name).features(shape)
 
@@ -547,9 +533,8 @@ def check_model(name: str, shape: Shape) -> None:
 
     Raises
     ------
-    BadRequest
-        If the name is unknown (with a suggestion), or the model does not fit (with the reason and the models that do).
-        Whether an own model fits is seen when it is tried (`own.check`).
+    BadRequest : the name is unknown, or the model does not fit; the message names models that do. Whether an own model
+        fits is seen when it is tried (`own.check`).
     """
     if own.is_own(name):
         own.check_form(name, PLAIN)
@@ -574,29 +559,20 @@ def build_model(
 
     Parameters
     ----------
-    name : str
-        One of `MODEL_NAMES`, or an own model, `package.module:function` (`fedapp.models.own`).
-    num_classes : int
-        Outputs of the head, 1 or more.
-    shape : tuple of int
-        Of one sample: (C, H, W) images, (C, T) series, (F,) table rows.
-    seed : int
-        Seed of the initial values, 0 to 2**64 - 1.
-    settings : ModelSettings
-        Of own models; those of the zoo take stored weights and frozen layers alone.
-    unit : bool
-        Representations of norm 1 (`SplitModel.unit`).
+    name : one of `MODEL_NAMES`, or an own model, `package.module:function` (`fedapp.models.own`).
+    num_classes : outputs of the head, at least 1.
+    shape : of one sample: (C, H, W) images, (C, T) series, (F,) table rows.
+    seed : of the initial values, 0 to 2**64 - 1.
+    settings : of own models; those of the zoo take stored weights and frozen layers alone.
+    unit : representations of norm 1 (`SplitModel.unit`).
 
     Returns
     -------
-    SplitModel
-        On the CPU, float32, in training mode, convolutions in channels_last memory format (same values and shapes,
-        other strides; `Tensor.copy_` from contiguous arrays works as usual).
+    On the CPU, float32, in training mode, convolutions in channels_last memory format.
 
     Raises
     ------
-    BadRequest
-        If the name is unknown, the model does not fit the data, or there are no classes.
+    BadRequest : the name is unknown, the model does not fit the data, or there are no classes.
     """
     check_model(name, shape)
     if num_classes < 1:
