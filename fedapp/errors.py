@@ -122,6 +122,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
+def listed(text: str) -> list[str]:
+    """Return the parts of a text with commas between them; empty ones are left out."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def named_values(key: str, text: str, takes: str) -> dict[str, str]:
     """Read "name=value name=value"; hyphens in names become underscores.
 

@@ -11,9 +11,9 @@ import typer
 
 from fedapp import plugins
 from fedapp.cli import Allow, main
-from fedapp.cli.options import Application, Commands, names
+from fedapp.cli.options import Application, Commands
 from fedapp.cli.printing import entries
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, listed, suggest
 from fedapp.results.terminal import echo
 
 app = Application(
@@ -87,7 +87,7 @@ def claim(
             "give --out, a folder for the runs, or --from, a folder of kept runs such as reproduction/ledger/runs"
         )
     raise typer.Exit(
-        reproduce.reproduce(out, data_dir, names(claims), names(studies), minutes, workers, doc, kept, keep)
+        reproduce.reproduce(out, data_dir, listed(claims), listed(studies), minutes, workers, doc, kept, keep)
     )
 
 

@@ -11,9 +11,9 @@ import typer
 
 from fedapp import __version__
 from fedapp.cli import deployment, listing
-from fedapp.cli.options import Application, Commands, Set, collect, names
+from fedapp.cli.options import Application, Commands, Set, collect
 from fedapp.cli.printing import show
-from fedapp.errors import BadRequest, is_number
+from fedapp.errors import BadRequest, is_number, listed
 from fedapp.files import explained
 from fedapp.results import terminal
 from fedapp.results.terminal import echo, print_anything
@@ -268,7 +268,7 @@ def compare(
         raise BadRequest(f"--tune chooses on validation rows{f', not on {on} rows' if on else ''}: add --on validation")
     values = collect(options, sets, recipe.settings if recipe else None, scale)
     given = set(collect(options, sets))
-    lists = {"dataset": names(datasets), "partition": names(partitions)}
+    lists = {"dataset": listed(datasets), "partition": listed(partitions)}
     for key, several in lists.items():
         if several and key in given:
             raise BadRequest(
@@ -292,9 +292,9 @@ def compare(
 
 def _levels(option: str, text: str) -> tuple[float, ...]:
     """Return the numbers of an option, with commas between them."""
-    if not all(map(is_number, names(text))):
+    if not all(map(is_number, listed(text))):
         raise BadRequest(f"--{option} {text}: write a number, or one for each channel, as in 123.675,116.28,103.53")
-    return tuple(map(float, names(text)))
+    return tuple(map(float, listed(text)))
 
 
 @app.command(rich_help_panel="Run")

@@ -176,8 +176,3 @@ def collect(
         echo(told, err=True)
         values = shrunk
     return {**values, **chosen}
-
-
-def names(text: str) -> list[str]:
-    """Return the names in a text with commas between them."""
-    return [name.strip() for name in text.split(",") if name.strip()]

@@ -32,7 +32,7 @@ from pydantic import Field
 from fedapp import config as configuration
 from fedapp import registry
 from fedapp.data import datasets
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, listed, suggest
 from fedapp.experiments.shipped import FOLDER, Entry, Value, read
 
 LIGHT = ("cnn-a", "cnn-b", "cnn-c", "cnn-d")
@@ -203,7 +203,7 @@ def _other(name: str) -> str:
 
 def light(models: str, dataset: str) -> str:
     """Return the architectures with every large one replaced by the next of the light family."""
-    names = [m.strip() for m in models.split(",") if m.strip()]
+    names = listed(models)
     if dataset == "digits":
         names = ["digits-a" if n == "auto" else n for n in names]
     large = list(dict.fromkeys(n for n in names if n not in SMALL))

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, listed
 from fedapp.lazy import Tensor, nn, torch, torchvision
 
 TORCHVISION = "torchvision.models"
@@ -132,7 +132,7 @@ def freeze(name: str, model: nn.Module, prefixes: str) -> None:
     BadRequest : there is no such layer, or it is the head.
     """
     layers = dict(model.named_modules())
-    for path in filter(None, map(str.strip, prefixes.split(","))):
+    for path in listed(prefixes):
         if path == "head" or path.startswith("head.") or path not in layers or not path:
             top = [n for n in layers if n.count(".") == 1 and n.startswith("features.")]
             raise BadRequest(

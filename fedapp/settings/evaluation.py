@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedapp.errors import BadRequest, is_number
+from fedapp.errors import BadRequest, is_number, listed
 from fedapp.settings._group import Auto, Group
 
 PROTOCOLS = ("received", "trained", "global")
@@ -68,7 +68,7 @@ class EvaluationSettings(Group):
     @cached_property
     def measured(self) -> tuple[str, ...]:
         """The scores that are measured."""
-        return tuple(p.strip() for p in self.protocols.split(",") if p.strip())
+        return tuple(listed(self.protocols))
 
     @cached_property
     def adaptations(self) -> tuple[int, ...]:
@@ -78,17 +78,13 @@ class EvaluationSettings(Group):
     @cached_property
     def further_metrics(self) -> tuple[str, ...]:
         """The metrics that are measured beside accuracy and loss, which are always there; with `auc` its classes."""
-        names = dict.fromkeys(n for m in self._metrics for n in ((m, "auc_classes") if m == "auc" else (m,)))
+        names = dict.fromkeys(n for m in listed(self.metrics) for n in ((m, "auc_classes") if m == "auc" else (m,)))
         return tuple(m for m in names if m not in (*ALWAYS, CONFUSION))
 
     @property
     def confusion(self) -> bool:
         """Whether the last evaluation measures confusion matrices."""
-        return CONFUSION in self._metrics
-
-    @property
-    def _metrics(self) -> list[str]:
-        return [m.strip() for m in self.metrics.split(",") if m.strip()]
+        return CONFUSION in listed(self.metrics)
 
     @property
     def names_unseen(self) -> bool:

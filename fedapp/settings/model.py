@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from fedapp.errors import listed
 from fedapp.settings._group import AUTO, Group, OrAuto
 
 
@@ -34,7 +35,7 @@ class ModelSettings(Group):
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The architectures, in the order in which they are assigned to clients."""
-        return tuple(m.strip() for m in self.model.split(",") if m.strip())
+        return tuple(listed(self.model))
 
     def name_of(self, client: int) -> str:
         """Return the architecture of a client, which its id decides."""

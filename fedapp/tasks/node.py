@@ -32,7 +32,7 @@ from fedapp.data.columns import PLAIN
 from fedapp.data.moments import Samples
 from fedapp.data.names import composed, is_there
 from fedapp.data.transforms import InputSpec
-from fedapp.errors import BadRequest, counted, plain, suggest, suggest_choice
+from fedapp.errors import BadRequest, counted, listed, plain, suggest, suggest_choice
 from fedapp.files import check_folder
 from fedapp.lazy import torch
 from fedapp.learning.task import Task
@@ -53,7 +53,7 @@ def _methods(text: object) -> tuple[str, ...]:
     """Read `allow-methods`."""
     if not isinstance(text, str) or not text:
         raise ValueError
-    known, methods = registry.names(), tuple(m.strip() for m in text.split(",") if m.strip())
+    known, methods = registry.names(), tuple(listed(text))
     if unknown := [m for m in methods if m not in known]:
         raise BadRequest(
             f"node-config: allow-methods names no method '{unknown[0]}'{suggest_choice(unknown[0], known)}"

@@ -20,7 +20,7 @@ from typing import Any
 
 from fedapp import __version__, plugins
 from fedapp.config import RunConfig
-from fedapp.errors import BadRequest, raised, suggest_choice
+from fedapp.errors import BadRequest, listed, raised, suggest_choice
 from fedapp.results.directory import MOST_CURVES, TRACKED, only_writer, write_json
 from fedapp.results.runs import RunResult, read_json, read_table
 from fedapp.tracking.base import Tracked, Tracker, Value
@@ -44,7 +44,7 @@ HIDDEN = ("kind", "time", "round", "rounds")
 
 def names(text: str) -> list[str]:
     """Return the trackers that `track` names."""
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    return list(dict.fromkeys(listed(text)))
 
 
 def check(text: str) -> None:
