@@ -89,6 +89,13 @@ def found(file: Path | None) -> recipes.Recipe | None:
     return recipes.find(file) if file is not None else None
 
 
+def _given_once(out: Path | None, value: str) -> Path:
+    """Return the run directory that --set gives, if --out gives no other."""
+    if out is not None and str(out) != value:
+        raise BadRequest(f"out is given twice: --out says {out}, --set says {value}; give it once")
+    return Path(value)
+
+
 @app.command(rich_help_panel="Run")
 def run(
     file: File = None,
@@ -142,20 +149,14 @@ def run(
         values = engines.resumed(resume, values, *(["the file"] if file else []), *(["out"] if elsewhere else []))
         out = resume
     elif "out" in values:
-        if out is not None and str(out) != values["out"]:
-            raise BadRequest(f"out is given twice: --out says {out}, --set says {values['out']}; give it once")
-        out = Path(str(values.pop("out")))
+        out = _given_once(out, str(values.pop("out")))
     if engine == "deploy":
         from fedapp.engines import deploy
 
         if client_cpus is not None or client_gpus is not None:
             raise BadRequest("--client-cpus and --client-gpus need --engine ray: leave them out for real nodes")
         raise typer.Exit(deploy.run(values, out, superlink, dry_run))
-    raise typer.Exit(
-        runner.run_and_report(
-            values, out, engine=engine, client_cpus=client_cpus, client_gpus=client_gpus, dry_run=dry_run
-        )
-    )
+    raise typer.Exit(runner.run_and_report(values, out, engine, client_cpus, client_gpus, dry_run))
 
 
 @app.command(rich_help_panel="Run")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +134,16 @@ class DataCard:
             (unseen, f"{unseen} {whose} not train on"),
         )  # fmt: skip
         lines += [text for there, text in notes if there]
-        wide = len(classes) > max_classes
+        lines += self._table(classes, names, max_classes, max_clients)
+        if len(self.train) > max_clients:
+            lines.append(self._others(max_clients))
+        mean = "-" if np.isnan(self.mean_majority) else f"{100 * self.mean_majority:.1f} %"
+        lines.append(f"always predicting a client's majority class scores {mean} (mean over clients)")
+        return "\n".join(lines)
+
+    def _table(self, classes: Sequence[str], names: Sequence[str], max_classes: int, max_clients: int) -> list[str]:
+        """Return the lines of the clients that have one, below their heads."""
+        wide, train_sizes, test_sizes = len(classes) > max_classes, self.train.sum(axis=1), self.test.sum(axis=1)
         # Names head the columns where they are short, else the classes' numbers.
         short = max(len(name) for name in classes) <= 6
         heads = classes if short else [str(label) for label in range(len(classes))]
@@ -151,12 +160,7 @@ class DataCard:
             name = names[client] if names else str(client)
             rows.append([name, *cells, str(train_sizes[client]), str(test_sizes[client]), score])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        if len(self.train) > max_clients:
-            lines.append(self._others(max_clients))
-        mean = "-" if np.isnan(self.mean_majority) else f"{100 * self.mean_majority:.1f} %"
-        lines.append(f"always predicting a client's majority class scores {mean} (mean over clients)")
-        return "\n".join(lines)
+        return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
     def _others(self, shown: int) -> str:
         """Return a line about the clients that have none of their own."""

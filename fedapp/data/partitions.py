@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 import zipfile
 import zlib
@@ -57,6 +56,7 @@ from fedapp.data import flower, label_skew
 from fedapp.data.dataset import Dataset
 from fedapp.data.label_skew import Request, round_to_total
 from fedapp.errors import BadRequest, counted, suggest_choice
+from fedapp.files import atomic
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
@@ -141,12 +141,8 @@ class Partition:
             rows = [getattr(client, part) for client in self.clients]
             arrays[part] = np.concatenate(rows)
             arrays[f"{part}_sizes"] = np.array([len(r) for r in rows], np.int64)
-        draft = target.with_name(f".{target.name}.{os.getpid()}.npz")
-        try:
-            np.savez_compressed(draft, **arrays)
-            draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
+        with atomic(target, mode=0o666) as draft, draft.open("wb") as stream:
+            np.savez_compressed(stream, **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> Partition:
@@ -212,8 +208,7 @@ def make(
     Parameters
     ----------
     dataset : only its labels are read; a partitioner of flwr-datasets may also ask for owners, groups or a feature.
-    kind : one of :data:`DRAWN`, or ``flwr:NAME``.
-    split : one of :data:`SPLITS`.
+    kind : one of :data:`DRAWN`, or ``flwr:NAME``.   split : one of :data:`SPLITS`.
     clients : number of clients K; 0 = as a partitioner of flwr-datasets counts them.
     seed : non-negative; the same arguments give the same partition.
     alpha : concentration of the Dirichlet distribution (``dirichlet``, ``dirichlet-equal``), > 0.
@@ -231,35 +226,15 @@ def make(
     request = Request(kind, parameter, dataset.num_classes, clients, alpha, classes_per_client, min_samples)
     _check(dataset, split, seed, request)
     # One stream per purpose: a change in how counts are drawn moves neither the images' order nor the test draw.
-    counts_rng, order_rng, split_rng = (
-        np.random.default_rng(np.random.SeedSequence([seed, purpose])) for purpose in range(3)
-    )
+    seeds = (np.random.SeedSequence([seed, purpose]) for purpose in range(3))
+    counts_rng, order_rng, split_rng = map(np.random.default_rng, seeds)
     labels = np.asarray(dataset.pool_labels if split == "merged" else dataset.y_train)
-    shares = None
-    tests: list[Int64] | None = None
+    shares, tests = None, None
     if kind == "two-class":
         held, tests = _two_class(labels, split, test_share, request, counts_rng, split_rng)
-    elif kind == "iid":
-        held = flower.partition("flwr:IidPartitioner", {}, clients, {"label": labels}, order_rng)
-    elif kind == "shards":
-        shards = {"partition_by": "label", "num_shards_per_partition": classes_per_client}
-        held = flower.partition("flwr:ShardPartitioner", shards, clients, {"label": labels}, order_rng)
-    elif flower.is_named(kind):
-        held = flower.partition(kind, flower.arguments(kind, arguments), clients, _columns(dataset, labels), order_rng)
     else:
-        sizes = np.bincount(labels, minlength=dataset.num_classes)
-        if kind == "classes":
-            shares = label_skew.class_shares(sizes, request, counts_rng)
-            counts = label_skew.cut_by_shares(shares, sizes)
-        else:
-            counts = getattr(label_skew, kind.replace("-", "_"))(sizes, request, counts_rng)
-        held = _assign(labels, counts, order_rng)
-    smallest = min(range(len(held)), key=lambda client: len(held[client]))
-    if len(held[smallest]) < min_samples:
-        raise BadRequest(
-            f"partition {kind!r}: client {smallest} holds {counted(len(held[smallest]), 'sample')}, "
-            f"fewer than min-samples {min_samples}: lower min-samples or clients"
-        )
+        held, shares = _dealt(dataset, labels, request, arguments, counts_rng, order_rng)
+    _check_smallest(held, request)
     if split == "official":
         tests = _official_tests(dataset, held, shares, split_rng)
     if tests is None:
@@ -275,6 +250,32 @@ def make(
         **({} if test_share == TEST_FRACTION else {"test_share": test_share}),
     }
     return of_clients(dataset, kind, split, members, settings)
+
+
+def _dealt(
+    dataset: Dataset,
+    labels: Int64,
+    request: Request,
+    arguments: str,
+    counts_rng: np.random.Generator,
+    order_rng: np.random.Generator,
+) -> tuple[list[Int64], Float64 | None]:
+    """Return each client's rows of the pool, and the shares (K, C) that cut it where the kind is ``classes``."""
+    kind, clients = request.kind, request.clients
+    if kind == "iid":
+        return flower.partition("flwr:IidPartitioner", {}, clients, {"label": labels}, order_rng), None
+    if kind == "shards":
+        shards = {"partition_by": "label", "num_shards_per_partition": request.classes_per_client}
+        return flower.partition("flwr:ShardPartitioner", shards, clients, {"label": labels}, order_rng), None
+    if flower.is_named(kind):
+        given, columns = flower.arguments(kind, arguments), _columns(dataset, labels)
+        return flower.partition(kind, given, clients, columns, order_rng), None
+    sizes = np.bincount(labels, minlength=dataset.num_classes)
+    if kind == "classes":
+        shares = label_skew.class_shares(sizes, request, counts_rng)
+        return _assign(labels, label_skew.cut_by_shares(shares, sizes), order_rng), shares
+    counts = getattr(label_skew, kind.replace("-", "_"))(sizes, request, counts_rng)
+    return _assign(labels, counts, order_rng), None
 
 
 def of_clients(
@@ -333,6 +334,16 @@ def _check(dataset: Dataset, split: str, seed: int, request: Request) -> None:
         raise BadRequest(
             f"classes-per-client (shards of each client) must lie in 1 .. {samples // clients} for "
             f"{counted(clients, 'client')} and {counted(samples, 'sample')}, got {per_client}"
+        )
+
+
+def _check_smallest(held: Sequence[Int64], request: Request) -> None:
+    """Raise `BadRequest` where a client holds fewer samples than it must."""
+    smallest = min(range(len(held)), key=lambda client: len(held[client]))
+    if len(held[smallest]) < request.min_samples:
+        raise BadRequest(
+            f"partition {request.kind!r}: client {smallest} holds {counted(len(held[smallest]), 'sample')}, "
+            f"fewer than min-samples {request.min_samples}: lower min-samples or clients"
         )
 
 

@@ -92,21 +92,13 @@ def choose_resources(
     BadRequest : a number out of range, more CPUs than there are, or a GPU where there is none. With ``RAY_ADDRESS``
         only the ranges are checked, because the cluster's machines are not visible from here.
     """
-    if clients < 1:
-        raise BadRequest(f"clients = {clients}: at least 1 is needed")
-    if cpus is not None and cpus < 1:
-        raise BadRequest(f"client CPUs = {cpus}: a whole number of at least 1 is needed")
-    if gpus is not None and (not 0 <= gpus < float("inf") or (gpus > 1 and gpus != int(gpus))):
-        raise BadRequest(f"client GPUs = {gpus}: give a fraction between 0 and 1, or a whole number")
+    _check_ranges(clients, cpus, gpus)
     client_cpus = cpus or 1
-    cluster = cluster_address()
-    if cluster:
-        client_gpus = gpus or 0.0
+    if cluster := cluster_address():
         parallel = min(clients, max_concurrent_clients())
-        each = f"{client_cpus} CPU and {client_gpus:g} GPU"
+        each = f"{client_cpus} CPU and {gpus or 0.0:g} GPU"
         text = f"Ray cluster at {cluster}: {each} per client, as many at a time as fit there, at most {parallel}"
-        return ClientResources(client_cpus, client_gpus, None, parallel, text)
-
+        return ClientResources(client_cpus, gpus or 0.0, None, parallel, text)
     cores = usable_cores()
     if client_cpus > cores:
         raise BadRequest(f"client CPUs = {client_cpus}, but only {cores} can be used here: ask for at most {cores}")
@@ -123,21 +115,32 @@ def choose_resources(
         )
     client_gpus = 0.0
     if devices:
-        per_gpu = CLIENTS_PER_GPU
-        if needs is not None and needs.gpu_memory:
-            per_gpu = min(per_gpu, max(1, (needs.gpu_free - SERVER_GPU_MEMORY) // needs.gpu_memory))
-        # Rounded down: Ray counts GPUs in units of 1/10,000, and a share rounded up would leave out the last client.
-        share = -(-min(parallel, devices * per_gpu) // devices)
-        client_gpus = gpus if gpus is not None else 10_000 // share / 10_000
+        client_gpus = gpus if gpus is not None else _gpu_share(parallel, devices, needs)
         parallel = min(parallel, int(devices / client_gpus))
     of_gpu = f" and {client_gpus:g} of {devices} GPU" if client_gpus else ""
     text = (
         f"{parallel} of {counted(clients, 'client')} at a time on {counted(cores, 'core')}: "
-        f"{client_cpus} CPU{of_gpu} each{why}"
+        f"{client_cpus} CPU{of_gpu} each{why}{'' if needs is None else f'; {needs}'}"
     )
-    if needs is not None:
-        text += f"; {needs}"
     return ClientResources(client_cpus, client_gpus, parallel * client_cpus, parallel, text)
+
+
+def _check_ranges(clients: int, cpus: int | None, gpus: float | None) -> None:
+    if clients < 1:
+        raise BadRequest(f"clients = {clients}: at least 1 is needed")
+    if cpus is not None and cpus < 1:
+        raise BadRequest(f"client CPUs = {cpus}: a whole number of at least 1 is needed")
+    if gpus is not None and (not 0 <= gpus < float("inf") or (gpus > 1 and gpus != int(gpus))):
+        raise BadRequest(f"client GPUs = {gpus}: give a fraction between 0 and 1, or a whole number")
+
+
+def _gpu_share(clients: int, devices: int, needs: ClientNeeds | None) -> float:
+    """Return the fraction of a GPU of each of `clients` that work at a time, as far as their memory fits."""
+    per_gpu = CLIENTS_PER_GPU
+    if needs is not None and needs.gpu_memory:
+        per_gpu = min(per_gpu, max(1, (needs.gpu_free - SERVER_GPU_MEMORY) // needs.gpu_memory))
+    # Rounded down: Ray counts GPUs in units of 1/10,000, and a share rounded up would leave out the last client.
+    return 10_000 // -(-min(clients, devices * per_gpu) // devices) / 10_000
 
 
 def max_concurrent_clients() -> int:

@@ -105,7 +105,6 @@ def what_leaves(config: RunConfig) -> list[str]:
 def run_and_report(
     values: Mapping[str, Any],
     out: Path | None,
-    *,
     engine: str = "ray",
     client_cpus: int | None = None,
     client_gpus: float | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,15 @@ from fedapp.experiments import compare as comparing
 from fedapp.results import terminal
 from fedapp.results.directory import absolute, new_folder, removed_if_empty
 from fedapp.results.runs import Comparison, read_comparison
+
+KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys(("sweep", "points", "tune", "engine"), (str, "text")),
+    "seeds": (int, "a whole number"),
+    "reference": ((str, type(None)), "text"),
+    "target": ((int, float, type(None)), "a number"),
+    "workers": ((int, type(None)), "a whole number"),
+}
+"""Types of the arguments that are not settings, and in words."""
 
 
 def compare(
@@ -63,31 +72,26 @@ def compare(
             "this process of a comparison runs your script again, since own code of __main__ is named: start the "
             'comparison below `if __name__ == "__main__":`, or move that code to a module'
         )
-    for name, value, kinds, wanted in (
-        ("seeds", seeds, int, "a whole number"),
-        ("sweep", sweep, str, "text"),
-        ("points", points, str, "text"),
-        ("tune", tune, str, "text"),
-        ("reference", reference, (str, type(None)), "text"),
-        ("target", target, (int, float, type(None)), "a number"),
-        ("engine", engine, str, "text"),
-        ("workers", workers, (int, type(None)), "a whole number"),
-    ):
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise BadRequest(f"{name} = {configuration.shown(repr(value))}: must be {wanted}")
-    chosen = ",".join(_names("methods", methods))
+    given: dict[str, Any] = {
+        "seeds": seeds, "engine": engine, "sweep": sweep, "points": points, "tune": tune, "reference": reference,
+        "target": target, "workers": workers,
+    }  # fmt: skip
+    _check_types(given)
+    chosen, values = ",".join(_names("methods", methods)), engines.flat(settings)
     data, ways = _names("datasets", datasets), _names("partitions", partitions)
-    values = engines.flat(settings)
     own = engines.as_path("out", out)
     folder = absolute(own) if own is not None else new_folder(Path("runs"), "compare")
     with terminal.quiet(quiet), removed_if_empty(folder) if own is None else nullcontext():
-        code = comparing.run(
-            values, chosen, seeds, folder, engine, datasets=data, partitions=ways, sweep=sweep, points=points,
-            tune=tune, reference=reference, target=target, workers=workers,
-        )  # fmt: skip
+        code = comparing.run(values, chosen, out=folder, datasets=data, partitions=ways, **given)
     if code:
         raise RuntimeError(f"the comparison in {folder} is not complete: the lines above say why")
     return read_comparison(folder)
+
+
+def _check_types(given: Mapping[str, Any]) -> None:
+    for name, (kinds, wanted) in KINDS.items():
+        if not isinstance(given[name], kinds) or isinstance(given[name], bool):
+            raise BadRequest(f"{name} = {configuration.shown(repr(given[name]))}: must be {wanted}")
 
 
 def _names(option: str, value: Any) -> list[str]:

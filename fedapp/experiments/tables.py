@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -23,7 +23,7 @@ from fedapp.results.cells import write_table
 from fedapp.results.directory import write_json
 from fedapp.results.intervals import differences_of, margin_of
 from fedapp.results.runs import AGAIN, RunResult, refuse
-from fedapp.results.statistics import Floats, harm, holm, mean_and_std, measured, privacy, reached  # fmt: skip
+from fedapp.results.statistics import Floats, harm, holm, mean_and_std, measured, privacy, reached
 from fedapp.results.tables import TUNED
 from fedapp.settings.evaluation import PROTOCOLS
 from fedapp.tasks import identity
@@ -90,59 +90,70 @@ def results(
     """
     every, jobs = jobs, [j for j in jobs if j.result.ok]
     references = {(j.setting, j.seed): j.result for j in jobs if j.variant.label == reference}
-    singles = [j for j in alone or jobs if j.variant.method == "local"]
-    lone = {(j.setting, j.seed): j.result for j in reversed(singles)}
+    lone = {(j.setting, j.seed): j.result for j in reversed(alone or jobs) if j.variant.method == "local"}
     metrics = dict.fromkeys(name for j in jobs for name in j.result.metrics)
     unseen = dict.fromkeys(p for j in jobs for p in j.result.unseen_scores)
     tuned = (TUNED,) if any(TUNED in j.result.protocols for j in jobs) else ()
     rows: list[dict[str, Any]] = []
     for job in every:
-        run, summary = job.result, job.result.summary
+        run, summary, row = job.result, job.result.summary, dict(describe(job))
         if not run.ok:
-            done = {"clients": job.config.data.clients, "rounds": len(run.rounds)}
-            rows.append({**describe(job), **done, "failed": run.failure})
+            row |= {"clients": job.config.data.clients, "rounds": len(run.rounds), "failed": run.failure}
+            rows.append(row)
             continue
         refuse(run.out / "summary.json", next((f"no {name}" for name in NEEDED if name not in summary), ""))
-        row: dict[str, Any] = {
-            **describe(job), "clients": summary["clients"], "rounds": summary["rounds"],
-            "round": summary.get("round", summary["rounds"]),
-        }  # fmt: skip
+        row |= {name: summary[name] for name in ("clients", "rounds")}
+        row["round"] = summary.get("round", summary["rounds"])
         for p in (*PROTOCOLS, *tuned):
-            scores = summary["accuracy"].get(p, {})
             goal = target
             if goal is None and (job.setting, job.seed) in references:
                 goal = references[job.setting, job.seed].summary["accuracy"].get(p, {}).get("last")
-            goal = math.nan if goal is None else goal
-            worst, decile = run.weakest(p)
-            count, moved = reached(run.curve(p, everyone=True), goal)
-            told = ("last", "last_std", "best", "best_pooled", "participants", "validation")
-            values = {
-                **{name: scores.get(name) for name in told}, "pooled": summary.get("pooled", {}).get(p),
-                "balanced": scores.get("balanced"), "worst": worst, "worst_decile": decile, "target": goal,
-                "target_rounds": count, "target_bytes": moved,
-            }  # fmt: skip
-            row.update({f"{p}_{name}": value for name, value in values.items()})
-            for name in metrics:
-                row[f"{p}_{name}"] = run.metric(p, name)
-                if p != "global":
-                    row |= {f"{p}_{name}_{what}": run.metric(p, name, what) for what in SPREAD}
-        for p, name in product(unseen, ("accuracy", *metrics)):
-            row[f"{p}_{name}"] = run.metric(p, name)
-            row |= {f"{p}_{name}_{what}": run.metric(p, name, what) for what in SPREAD}
+            row |= _scores(run, p, math.nan if goal is None else goal) | _metrics(run, p, metrics)
+        for p in unseen:
+            row |= _metrics(run, p, ("accuracy", *metrics))
         single = lone.get((job.setting, job.seed)) if alone or not run.alone else None
         found = (math.nan,) * 3 if single is None else harm(run.headline_counts(), single.headline_counts())
         row |= {"headline": run.headline, "headline_last": run.score(run.headline), **dict(zip(HARM, found))}
-        row |= {"all_classes": run.score(run.headline, "balanced"), "majority": run.card.get("majority_mean")}
-        calibration = summary.get("calibration") or {}
-        row |= {f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")}
-        row |= {k: summary[k] for k in ("bytes_up", "bytes_down", "dropped")}
-        row["test_mean"] = (summary["test_sizes"] or {}).get("mean")
-        row |= {"test_median": run.test_rows[run.test_rows > 0].median(), "stopped": summary.get("stopped") or ""}
+        row |= _of_all_clients(run)
         if any(j.result.privacy for j in jobs):
             row |= {f"privacy_{k}": run.privacy.get(k) for k in ("unit", "epsilon", "delta")}
             row["privacy"] = privacy([run.privacy])
         rows.append({**row, "run_seconds": summary["seconds"], "failed": ""})
     return pd.DataFrame(rows)
+
+
+def _scores(run: RunResult, protocol: str, goal: float) -> dict[str, Any]:
+    """Return the columns of one protocol; `goal` is the accuracy whose rounds and bytes are counted, NaN = none."""
+    scores = run.summary["accuracy"].get(protocol, {})
+    worst, decile = run.weakest(protocol)
+    count, moved = reached(run.curve(protocol, everyone=True), goal)
+    told = ("last", "last_std", "best", "best_pooled", "participants", "validation")
+    values = {
+        **{name: scores.get(name) for name in told}, "pooled": run.summary.get("pooled", {}).get(protocol),
+        "balanced": scores.get("balanced"), "worst": worst, "worst_decile": decile, "target": goal,
+        "target_rounds": count, "target_bytes": moved,
+    }  # fmt: skip
+    return {f"{protocol}_{name}": value for name, value in values.items()}
+
+
+def _of_all_clients(run: RunResult) -> dict[str, Any]:
+    """Return the columns from `all_classes` to `stopped`."""
+    calibration, sizes = run.summary.get("calibration") or {}, run.summary["test_sizes"] or {}
+    return {
+        "all_classes": run.score(run.headline, "balanced"), "majority": run.card.get("majority_mean"),
+        **{f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")},
+        **{k: run.summary[k] for k in ("bytes_up", "bytes_down", "dropped")}, "test_mean": sizes.get("mean"),
+        "test_median": run.test_rows[run.test_rows > 0].median(), "stopped": run.summary.get("stopped") or "",
+    }  # fmt: skip
+
+
+def _metrics(run: RunResult, score: str, names: Iterable[str]) -> dict[str, float]:
+    """Return the mean over clients of metrics of a score and, but for `global`, their spread, by column."""
+    found: dict[str, float] = {}
+    for name in names:
+        found[f"{score}_{name}"] = run.metric(score, name)
+        found |= {f"{score}_{name}_{what}": run.metric(score, name, what) for what in SPREAD if score != "global"}
+    return found
 
 
 def curves(jobs: Sequence[Job]) -> pd.DataFrame:

@@ -248,16 +248,8 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     # Files of versions before 0.3 hold images alone, as `channels` and `size`.
     shape = tuple(map(int, head["shape"] if "shape" in head else (head["channels"], head["size"], head["size"])))
     name, given = str(head["model"]), dict(head.get("model-options", {}))
-    if ":" in name and not plugins.allowed(name, allow):
-        raise BadRequest(
-            f"{path} was trained with the model '{name}', code that is imported to use it: if you trust it, "
-            f'allow it with allow="{name}" (on the command line --allow "{name}")'
-        )
     noted = {str(k): str(v) for k, v in dict(head.get("made-with", {})).items()}
-    if other := identity.changed(noted, made_with(name, "")):
-        raise BadRequest(
-            f"{path}: since the model was trained, these have changed (SHA-256): {other}. Put the former ones back"
-        )
+    _check_code(path, name, noted, allow)
     settings = own.PLAIN.replaced(
         model_args=str(given.get("args", "")),
         head=str(given.get("head", "")),
@@ -311,6 +303,19 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     told = [who, str(head["method"]), spec.name, str(head.get("when") or f"round {head.get('round', 'last')}")]
     about = plain(", ".join([*filter(None, told), counted(spec.num_classes, "class")]))
     return LoadedModel(model, classes, inputs, about)
+
+
+def _check_code(path: Path, name: str, noted: Mapping[str, str], allow: str) -> None:
+    """Refuse code of an own model that `allow` does not name, or that is not as it was noted by SHA-256."""
+    if ":" in name and not plugins.allowed(name, allow):
+        raise BadRequest(
+            f"{path} was trained with the model '{name}', code that is imported to use it: if you trust it, "
+            f'allow it with allow="{name}" (on the command line --allow "{name}")'
+        )
+    if other := identity.changed(noted, made_with(name, "")):
+        raise BadRequest(
+            f"{path}: since the model was trained, these have changed (SHA-256): {other}. Put the former ones back"
+        )
 
 
 def _check_sizes(path: Path, spec: ModelSpec, classes: Sequence[str], arrays: Arrays) -> None:
