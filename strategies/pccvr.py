@@ -19,17 +19,18 @@ client. Where they help as much as the client's own, the adjustment is useless.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from clients.pccvr import NUMBERS, PERSONAL, PLAIN, PRIOR, PersonalCCVRClient, PersonalHParams
-from fedapp.method import Array, Method, Payload, Reply, Scored, ServerState
+from clients.pccvr import PersonalCCVRClient, PersonalHParams
+from clients.shares import NUMBERS, PERSONAL, PRIOR
+from fedapp.method import Array, Method, Payload, Reply, ServerState
 from strategies import ccvr
-from strategies._composition import mean_accuracy
+from strategies._shares import WithShares
 from strategies.ccvr import CCVR
 
 
-class PersonalCCVR(CCVR):
+class PersonalCCVR(WithShares, CCVR):
     """CCVR's strategy, which says to clients that a head is calibrated, and for which shares."""
 
     settings: ClassVar[PersonalHParams] = PersonalHParams()
@@ -41,34 +42,12 @@ class PersonalCCVR(CCVR):
         taken = self.settings.epochs > 0 and found["virtual_samples"] > 0
         return super().calibrated(state, {**entry, "counts": counts, PERSONAL: taken}, replies, counts, **found)
 
-    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
-        """Return CCVR's payload; with a calibrated head also that it is one, and N_c where clients need them."""
-        payload = super().send(state, server_round, client)
-        entry = state.get(self.method.id, {})
+    def prior(self, entry: ServerState) -> Payload | None:
+        """Return N_c where clients need them; None for a head that is not calibrated."""
         if not entry.get(PERSONAL):
-            return payload
+            return None
         needed = self.settings.mc_mode == "proportional" or self.settings.shares == "pooled"
-        prior = {f"{PRIOR}counts": entry["counts"]} if needed else {}
-        return Payload(payload.arrays, {**payload.common, **prior}, {**payload.scalars, PERSONAL: True})
-
-    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
-        """Return CCVR's entries, and the clients' scores with the adjusted head and with CCVR's."""
-        scores = {name: _scores(final, name) for name in ("received", PLAIN)}
-        if not scores[PLAIN]:
-            return super().report(state, final)
-        return {**super().report(state, final), "personal": {"adjusted": scores["received"], PLAIN: scores[PLAIN]}}
-
-
-def _scores(final: Scored, name: str) -> dict[str, float | None]:
-    """Return the means over clients of a score: on their own test splits, and balanced over all classes."""
-    found = [m for m in final.values() if f"{name}-total" in m]
-    renamed: list[Mapping[str, Any]] = [
-        {n.replace(name, "received", 1): v for n, v in m.items() if n.startswith(f"{name}-")} for m in found
-    ]
-    shares = [float(m["received-balanced"]) for m in renamed if "received-balanced" in m]
-    if not renamed:
-        return {}
-    return {"local": mean_accuracy(renamed), "balanced": sum(shares) / len(shares) if shares else None}
+        return Payload(common={f"{PRIOR}counts": entry["counts"]} if needed else {})
 
 
 def resolve(hparams: PersonalHParams, lookup: Callable[[str], Method]) -> Method:

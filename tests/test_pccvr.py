@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 import torch
 
-from clients.pccvr import PersonalCCVRClient, shares
+from clients.pccvr import PersonalCCVRClient
+from clients.shares import shares
 from fedapp import config, registry
 from fedapp.engines import runner
 from fedapp.engines.local import RunResult

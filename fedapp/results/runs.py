@@ -51,7 +51,7 @@ PROTOCOL_TEXT = {
     "global": "the one global model on the central test set",
 }
 """What each protocol means, as every table and figure says it."""
-UNADJUSTED = "global of Personal CCVR: the head of CCVR, before each client adjusts it to its class shares"
+UNADJUSTED = "global: the head of all clients, before each of them adjusts it to its own class shares"
 """What `global` is of in runs whose clients adjust the head that they receive."""
 ONE_SCORE = "Standalone receives nothing, so it has one score: after local training."
 PAIRED = "Differences in received are to Standalone's own model before the last training."
