@@ -12,27 +12,40 @@ After the last round the client answers one query with these sums, in one pass a
 (zeros where it has none): the same shapes whatever it holds. With `scale=fit` the head is then sent back, and a second
 answer holds the sums of its cross-entropies for a fixed list of factors.
 
+With `personal` each client fits the bias of the scaled head f (W, b) to its own class shares (`clients/shares.py`):
+b_k = f b + log p_k - w log q, with p_k = (n_kc + m / C) / (n_k + m), q the same of all clients together, and w the
+strength of log q in the head's own logits. A class without rows anywhere keeps its bias.
+
 With `dp = example` the answer is `sums/count`, `sums/sum` and `sums/square` with noise (`fedapp/privacy/clients.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
+import numpy as np
 from pydantic import Field
 
 from clients.posthoc import PostHocClient, PostHocHParams
+from clients.shares import Float64, SharesClient, shares
 from fedapp.core import sums
 from fedapp.core.sums import FeatureSums
 from fedapp.lazy import torch
-from fedapp.method import Arrays, Payload
+from fedapp.method import Arrays, Payload, Scalar
 
 SUMS = "sums/"
 """Prefix of the arrays of an answer."""
+STRENGTH = "prior-strength"
+"""Scalar with w, the strength of log q in the logits of a head."""
+SMOOTH = 3.0
+"""m, rows of equal classes that are added to the class counts of a client, and of all clients.
+
+Add-one smoothing, m = C, lost 0.4 to 4.3 points where classes are many."""
 
 
-class SumsHParams(PostHocHParams):
-    """Hyperparameters that all heads from sums share; those of the base method are given as `base.NAME=value`."""
+class HeadHParams(PostHocHParams):
+    """Hyperparameters that all heads in closed form share; those of the base method are given as `base.NAME=value`."""
 
     min_count: int = Field(
         1, ge=1, description="classes with fewer samples at a client stay there; 3 for privacy (papers: 1)"
@@ -41,18 +54,26 @@ class SumsHParams(PostHocHParams):
         "auto",
         description="one factor for all logits, which changes no prediction: trained = the weights get the norm of the "
         "trained head's, so that local training can go on; fit = the best for the losses of the clients' training "
-        "rows; none (papers: none; Fed3R+FT fits one); auto = none with dp, fit with base = none, else trained",
+        "rows; none (papers: none; Fed3R+FT fits one); auto = none with dp, fit with base = none or personal, else "
+        "trained",
     )
-
-    def energy(self) -> bool:
-        """Return whether the head needs the features' mean square; each client then sends `sum |z|^2 / d`."""
-        return False
+    personal: bool = Field(
+        False, description="each client adds the logarithm of its own class shares to the bias, at no byte (no paper)"
+    )
 
     def settled(self, given: bool = False, private: bool = False) -> Self:
         """Return them with the scale that `auto` stands for: a head that nothing trained has no scale of its own."""
         found = super().settled(given, private)
-        scale = "none" if private else "fit" if found.base == "none" else "trained"
+        scale = "none" if private else "fit" if found.base == "none" or self.personal else "trained"
         return found.model_copy(update={"scale": scale}) if self.scale == "auto" else found
+
+
+class SumsHParams(HeadHParams):
+    """Hyperparameters of heads from sums of features."""
+
+    def energy(self) -> bool:
+        """Return whether the head needs the features' mean square; each client then sends `sum |z|^2 / d`."""
+        return False
 
 
 class SumsClient(PostHocClient):
@@ -80,3 +101,20 @@ class ClassSumsClient(SumsClient):
     """The same without A_k."""
 
     squares: ClassVar[bool] = False
+
+
+class OwnShares(SharesClient):
+    """Fits the bias of a head in closed form to the client's own class shares."""
+
+    def adjustment(self, prior: Arrays, scalars: Mapping[str, Scalar]) -> Float64:
+        """Return log p_k - w log q, (C,), and 0 for a class without rows.
+
+        Parameters
+        ----------
+        prior : `shares` are q, (C,), 0 for a class without rows.
+        """
+        q = prior["shares"]
+        p = shares(self.task.class_counts(), SMOOTH / len(q))
+        seen, found = q > 0, np.zeros(len(q))
+        found[seen] = np.log(p[seen]) - float(scalars[STRENGTH]) * np.log(q[seen])
+        return found

@@ -5,28 +5,32 @@
 3. A = sum_k A_k, b = sum_k b_k, in float64; a method makes a head of them (`rows`).
 4. One factor for all logits (`scale`), which changes no prediction. With `scale=fit` a second query gives the sums over
    clients of the head's losses for a list of factors.
+5. With `personal` the class shares q of all clients go out with the head, and each client fits its bias to its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from clients.sums import SUMS, SumsClient, SumsHParams
+from clients.shares import NUMBERS, PRIOR, shares
+from clients.sums import SMOOTH, STRENGTH, SUMS, OwnShares, SumsClient, SumsHParams
 from fedapp.core import sums
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
-from fedapp.method import Arrays, Method, Payload, ServerContext, ServerState
+from fedapp.method import Arrays, BaseHParams, Method, Payload, ServerContext, ServerState
 from fedapp.reduce.spec import Query, Total, Totals
-from strategies._composition import PostHoc, built_on
+from strategies._composition import built_on, on
+from strategies._shares import WithShares
 
 W, B = "head.weight", "head.bias"
 
 
-class HeadFromSums(PostHoc):
+class HeadFromSums(WithShares):
     """The base method's strategy, with a head in closed form after its last round."""
 
     settings: ClassVar[Any] = None
@@ -44,6 +48,16 @@ class HeadFromSums(PostHoc):
         """
         raise NotImplementedError
 
+    def strength(self, scale: float) -> float:
+        """Return w, the strength of the log shares of all clients in the head's logits, after their factor `scale`."""
+        return 0.0
+
+    def prior(self, entry: ServerState) -> Payload | None:
+        """Return q and w, with `personal`."""
+        if "shares" not in entry:
+            return None
+        return Payload(common={f"{PRIOR}shares": entry["shares"]}, scalars={STRENGTH: entry["strength"]})
+
     def finalize(self, state: ServerState, query: Query) -> ServerState:
         """Query the sums, make the head, scale it, and score before and after."""
         state = super().finalize(state, query)
@@ -55,8 +69,16 @@ class HeadFromSums(PostHoc):
             return self.calibrated(state, {"head": {n: w[n] for n in (W, B)}}, reduced.clients, counts)
         rows, entries = self.rows(found)
         scale = self.scale(w, rows, counts > 0, query)
-        head = dict(zip((W, B), sums.as_head(rows, counts > 0, scale)))
-        return self.calibrated(state, {"head": head}, reduced.clients, counts, scale=scale, **entries)
+        entry: ServerState = {"head": dict(zip((W, B), sums.as_head(rows, counts > 0, scale)))}
+        if self.settings.personal:
+            q = np.where(counts > 0, shares(counts, SMOOTH / len(counts)), 0.0)
+            entry |= {"shares": q, "strength": self.strength(scale)}
+            if self.settings.scale == "none":
+                self.context.warn(
+                    f"{self.method.id}: personal=true adds log shares to logits that no factor was fitted for, since "
+                    "scale = none: one of the two may count too much. scale=fit fits it, without dp"
+                )
+        return self.calibrated(state, entry, reduced.clients, counts, scale=scale, **entries)
 
     def scale(self, w: Arrays, rows: Float64, seen: npt.NDArray[np.bool_], query: Query) -> float:
         """Return the factor for all logits: 1, as large as the trained head's, or what fits the clients' rows best."""
@@ -123,7 +145,7 @@ def head_method(
     """Return the description of a method whose head follows from sums."""
 
     def resolve(hparams: SumsHParams, lookup: Callable[[str], Method]) -> Method:
-        return built_on(outer, hparams, lookup)
+        return built_on(fitted_to_shares(outer) if hparams.personal else outer, hparams, lookup)
 
     outer = Method(
         id=name,
@@ -144,3 +166,9 @@ def head_method(
         resolve=resolve,
     )
     return outer
+
+
+def fitted_to_shares(method: Method) -> Method:
+    """Return the method with clients that fit the bias of its head to their own class shares."""
+    client = on(OwnShares, method.client, method.hparams(), BaseHParams())
+    return dataclasses.replace(method, client=client, metrics=(*method.metrics, *NUMBERS))

@@ -79,6 +79,10 @@ class Fed3R(HeadFromSums):
             rows = rows / np.where(norms > 0, norms, FLOOR)
         return rows, entries
 
+    def strength(self, scale: float) -> float:
+        """Return 1: one-hot labels of all clients are fitted, so that their shares are in the logits."""
+        return 1.0
+
     def check_penalty(self, a: Float64, b: Float64, given: float) -> None:
         """Warn of a penalty below the mean square of a feature where there are about as many samples as features.
 

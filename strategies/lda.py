@@ -48,6 +48,10 @@ class LDA(HeadFromSums):
         """Return the discriminant (steps 3 and 4)."""
         return sums.discriminant(found.sums["a"], found.sums["b"], self.settings.shrink, self.settings.prior), {}
 
+    def strength(self, scale: float) -> float:
+        """Return the factor of the logits, if these hold log n_c / N."""
+        return scale if self.settings.prior == "pooled" else 0.0
+
 
 METHOD = head_method(
     "lda",

@@ -37,6 +37,8 @@ CCVR: dict[str, Any] = {
     "clsnorm": False,
     "clsprox": 0.0,
 }
+SUMS = {"base": "fedavg", "base_args": "", "min_count": 1, "scale": "trained", "personal": False}
+"""Of all heads from sums."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "fedclassavg": {
         "preset": "khosla",
@@ -66,19 +68,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "fedprox": {"mu": 0.01},
     "fedavgm": {"momentum": 0.5, "server_lr": 1.0, "dampening": 0.0, "nesterov": False},
     "moon": {"mu": 1.0, "tau": 0.5},
-    "fedncm": {"base": "fedavg", "base_args": "", "min_count": 1, "scale": "trained", "metric": "cosine"},
-    "fed3r": {
-        "base": "fedavg",
-        "base_args": "",
-        "min_count": 1,
-        "scale": "trained",
-        "lam": 0.01,
-        "relative": False,
-        "normalise": False,
-        "bias": True,
-    },
-    "lda": {"base": "fedavg", "base_args": "", "min_count": 1, "scale": "trained", "shrink": 0.1, "prior": "uniform"},
-    "fedcof": {"base": "fedavg", "base_args": "", "min_count": 1, "scale": "trained", "gamma": 1.0},
+    "fedncm": {**SUMS, "metric": "cosine"},
+    "fed3r": {**SUMS, "lam": 0.01, "relative": False, "normalise": False, "bias": True},
+    "lda": {**SUMS, "shrink": 0.1, "prior": "uniform"},
+    "fedcof": {**SUMS, "gamma": 1.0},
     "fedproto": {
         "lam": 1.0,
         "distance": "mse",
