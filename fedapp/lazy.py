@@ -84,7 +84,8 @@ class StandIn:
         return real
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python asks of everything, such as __wrapped__
+        # What Python asks of everything, such as __wrapped__, does not import.
+        if name.startswith("__") and name != "__version__":
             raise AttributeError(name)
         return getattr(self._real(), name)
 

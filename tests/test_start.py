@@ -66,6 +66,7 @@ def test_the_stand_ins_give_way_to_pytorch_at_the_first_use() -> None:
         "import clients.fedgh as m, fedapp.lazy as lazy\n"
         "stood = m.torch\n"
         "assert 'torch' not in sys.modules and stood is lazy.torch\n"
+        "assert isinstance(stood.__version__, str), 'which is the first use of it'\n"
         "assert stood.zeros(2).shape == (2,)\n"
         "import torch; assert m.torch is torch is lazy.torch, 'everywhere, and for modules that follow'\n"
         "assert isinstance(torch.zeros(1), m.Tensor) and m.Tensor is torch.Tensor\n"
