@@ -36,6 +36,7 @@ GUIDES: dict[str, dict[str, dict[str, str]]] = {
         },
         "Choose and compare": {
             "Which method": "choosing.md",
+            "A frozen body": "frozen.md",
             "Compare methods": "comparing.md",
             "Track runs": "tracking.md",
         },

@@ -1,0 +1,365 @@
+"""The measured tables of docs/frozen.md: `python -m reproduction study frozen --features DIR --out runs/frozen`.
+
+DIR holds files that `fedapp features` wrote, as `PICTURES` and `TEXTS` name them. Each head is a run of its method with
+the settings' partition and the seed. Beside it stand, made with NumPy and scikit-learn on the same rows: the same kind
+of head on the stacked training rows of all clients (`ridge`, `discriminant`, `nearest_mean`), logistic regression on
+them, each client's own logistic regression and discriminant, and its majority class.
+
+What the tables need is one line of docs/frozen.jsonl for each setting, seed and model. What is there is not measured
+again. Without `--features` nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+
+from benchmarks.pages import markdown, replaced
+from fedapp import config as configuration
+from fedapp import registry
+from fedapp.data import datasets
+from fedapp.data.partitions import ClientSplit, Partition
+from fedapp.engines.local import run
+from fedapp.errors import BadRequest
+from fedapp.learning.state import read_safetensors
+from fedapp.results import statistics
+from fedapp.results.directory import write_text
+from fedapp.results.statistics import DASH, spread, tally, worst
+from reproduction.studies.choosing import DOCS, UNMEASURED, named
+
+Array = NDArray[Any]
+Scores = dict[str, float]
+
+HEADS = ("fed3r", "lda", "fedncm", "fedcof")
+PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
+"""Penalties of logistic regression, of which rows held out of the training rows choose one for each data set."""
+OWN_SHRINK = 0.3
+"""Share of the mean variance in the covariance of a client's own discriminant."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A data set's features and who holds what.
+
+    Attributes
+    ----------
+    file : of DIR, without its ending.   values : run-config keys.   heads : methods.
+    """
+
+    title: str
+    file: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    heads: Sequence[str] = HEADS
+
+
+def dealt(clients: int, alpha: float = 0.1, **others: Any) -> dict[str, Any]:
+    """Return the keys of a Dirichlet partition."""
+    return {"clients": clients, "partition": "dirichlet", "alpha": alpha, **others}
+
+
+TWO = {"partition": "pathological", "classes_per_client": 2}
+SETTINGS = {
+    "cifar10-20": Setting("CIFAR-10, 20 clients, Dirichlet 0.1", "cifar10", dealt(20)),
+    "cifar10-100": Setting("CIFAR-10, 100 clients, Dirichlet 0.1", "cifar10", dealt(100)),
+    "banking77": Setting("Banking77, 20 clients, Dirichlet 0.1", "banking77", dealt(20)),
+    "clinc150": Setting("CLINC150, ten domains as clients", "clinc150", {"partition": "by-client"}),
+    "clinc150-20": Setting("CLINC150, 20 clients, Dirichlet 0.1", "clinc150", dealt(20)),
+    "fashion-20": Setting("Fashion-MNIST, 20 clients, Dirichlet 0.1", "fashion_mnist", dealt(20)),
+    "fashion-100": Setting("Fashion-MNIST, 100 clients, Dirichlet 0.1", "fashion_mnist", dealt(100)),
+    "cifar10-20-skewed": Setting("CIFAR-10, 20 clients, Dirichlet 0.05", "cifar10", dealt(20, 0.05)),
+    "cifar10-100-skewed": Setting("CIFAR-10, 100 clients, Dirichlet 0.05", "cifar10", dealt(100, 0.05)),
+    "cifar10-20-two": Setting("CIFAR-10, 20 clients, two classes each", "cifar10", {"clients": 20, **TWO}),
+    "cifar10-100-two": Setting("CIFAR-10, 100 clients, two classes each", "cifar10", {"clients": 100, **TWO}),
+}
+GUARDS: dict[str, Mapping[str, Any]] = {
+    "secure": {"secure_sum": True},
+    **{f"epsilon-{e}": {"dp": "example", "dp_epsilon": float(e), "dp_test": True} for e in (1, 3, 8)},
+}
+"""What is asked of the runs of the second table; `dp_test` draws the noise from the seed, with the same scale."""
+for _name in ("cifar10-20", "banking77"):
+    for _guard, _values in GUARDS.items():
+        _plain = SETTINGS[_name]
+        SETTINGS[f"{_name}-{_guard}"] = Setting(
+            _plain.title, _plain.file, {**_plain.values, **_values}, ("fed3r", "lda", "fedncm")
+        )
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Features of a data set: training and test rows, as the runs read them."""
+
+    x: Array
+    y: Array
+    train: Array
+    test: Array
+    held_out: Array
+
+    @classmethod
+    def read(cls, path: Path) -> Rows:
+        """Read a file of features; a tenth of the training rows is held out where the file has no validation rows."""
+        data = datasets.load("npz", str(path), configuration.validated({}).data)
+        x, y = data.take(np.arange(data.num_train + data.num_test))
+        train = np.arange(data.num_train)
+        if data.held_out is not None:
+            held_out, train = train[data.held_out], train[~data.held_out]
+        else:
+            held_out = np.random.default_rng(0).permutation(train)[: len(train) // 10]
+        return cls(x.astype(np.float32), y, train, np.arange(data.num_train, len(y)), held_out)
+
+    def stacked(self, rows: Array) -> tuple[Array, Array]:
+        """Return features and a one, float64 (n, d + 1), and one-hot labels (n, C)."""
+        h = np.ones((len(rows), self.x.shape[1] + 1))
+        h[:, :-1] = self.x[rows]
+        return h, np.eye(int(self.y.max()) + 1)[self.y[rows]]
+
+
+def ridge(a: Array, b: Array, lam: float) -> Array:
+    """Return ridge regression of one-hot labels, (C, d + 1), of second moments and class sums."""
+    solved: Array = np.linalg.solve(a + lam * np.eye(len(a)), b.T).T
+    return solved
+
+
+def discriminant(a: Array, b: Array, shrink: float, log_prior: Array | float = 0.0) -> Array:
+    """Return the head of linear discriminant analysis, (C, d + 1); a class without rows never wins."""
+    counts, width = b[:, -1], len(a) - 1
+    seen = counts > 0
+    means = b[:, :-1] / np.maximum(counts, 1)[:, None]
+    within = a[:-1, :-1] - (means * counts[:, None]).T @ means
+    sigma = within / max(counts.sum() - seen.sum(), 1)
+    level = np.trace(sigma) / width
+    sigma = (1 - shrink) * sigma + shrink * level * np.eye(width) if level > 0 else np.eye(width)
+    weights = np.linalg.solve(sigma, means.T).T
+    bias = -0.5 * (weights * means).sum(axis=1) + log_prior
+    return np.column_stack([weights, np.where(seen, bias, -np.inf)])
+
+
+def nearest_mean(b: Array) -> Array:
+    """Return the head of the nearest class mean by cosine, (C, d + 1)."""
+    means = b[:, :-1] / np.maximum(b[:, -1:], 1)
+    return np.column_stack([means / np.linalg.norm(means, axis=1, keepdims=True), np.zeros(len(b))])
+
+
+def predicted(head: Array, x: Array) -> Array:
+    """Return the classes with the largest logit, (n,)."""
+    found: Array = (x.astype(np.float64) @ head[:, :-1].T + head[:, -1]).argmax(axis=1)
+    return found
+
+
+def logistic(x: Array, y: Array, new: Array, penalty: float) -> Array:
+    """Fit multinomial regression on standardised features by L-BFGS; return the classes of new rows.
+
+    Parameters
+    ----------
+    penalty : of half the squared weights, beside the mean loss of a row.
+    """
+    if len(np.unique(y)) == 1:
+        return np.full(len(new), y[0])
+    mean, deviation = x.mean(axis=0), x.std(axis=0)
+    deviation = np.maximum(deviation, 1e-3 * np.sqrt((x**2).mean(axis=0)) + 1e-12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # 150 steps are enough for the accuracy
+        model = LogisticRegression(C=1 / (penalty * len(y)), max_iter=150).fit((x - mean) / deviation, y)
+    return np.asarray(model.predict((new - mean) / deviation))
+
+
+class Central:
+    """Heads on the stacked training rows of all clients, by NumPy and scikit-learn."""
+
+    def __init__(self, rows: Rows) -> None:
+        h, labels = rows.stacked(rows.train)
+        self.rows, self.a, self.b = rows, h.T @ h, labels.T @ h
+        del h
+        self._logistic: tuple[float, float] | None = None
+
+    def logistic(self) -> tuple[float, float]:
+        """Return the penalty that held-out rows choose, and the accuracy on the test rows."""
+        if self._logistic is None:
+            x, y, held = self.rows.x, self.rows.y, self.rows.held_out
+            fitted = np.setdiff1d(self.rows.train, held)
+            right = [(logistic(x[fitted], y[fitted], x[held], p) == y[held]).mean() for p in PENALTIES]
+            best, test = PENALTIES[int(np.argmax(right))], self.rows.test
+            found = logistic(x[self.rows.train], y[self.rows.train], x[test], best)
+            self._logistic = best, float((found == y[test]).mean())
+        return self._logistic
+
+    def head(self, method: str, summary: Mapping[str, Any]) -> Array | None:
+        """Return the head of a method's kind; None where there is none."""
+        if method == "fed3r":
+            return ridge(self.a, self.b, summary["calibration"]["lam"])
+        if method == "lda":
+            return discriminant(self.a, self.b, 0.1)
+        return nearest_mean(self.b) if method == "fedncm" else None
+
+
+def counts_of(right: Sequence[Array]) -> pd.DataFrame:
+    """Return correct and total test rows by client."""
+    rows = [(client, int(r.sum()), len(r)) for client, r in enumerate(right) if len(r)]
+    return pd.DataFrame(rows, columns=["client", "correct", "total"]).set_index("client")
+
+
+def of_clients(counts: pd.DataFrame, name: str = "own") -> Scores:
+    """Return the mean over clients and over their worst tenth."""
+    accuracy = counts["correct"] / counts["total"]
+    return {name: float(accuracy.mean()), "worst": worst(accuracy)[1]}
+
+
+def each_alone(rows: Rows, clients: Sequence[ClientSplit], penalty: float) -> dict[str, Any]:
+    """Return correct and total test rows by client of each client's own models."""
+    found: dict[str, list[Array]] = {"logistic": [], "lda": [], "majority": []}
+    for client in clients:
+        x, y, new, truth = rows.x[client.train], rows.y[client.train], rows.x[client.test], rows.y[client.test]
+        found["logistic"].append(logistic(x, y, new, penalty) == truth)
+        h, labels = rows.stacked(client.train)
+        shares = (labels.sum(axis=0) + 1) / (len(y) + labels.shape[1])
+        own = discriminant(h.T @ h, labels.T @ h, OWN_SHRINK, np.log(shares))
+        found["lda"].append(predicted(own, new) == truth)
+        found["majority"].append(np.bincount(y).argmax() == truth)
+    return {name: counts_of(right) for name, right in found.items()}
+
+
+def measure(setting: str, seed: int, central: Central, data: Path, out: Path) -> dict[str, Scores]:
+    """Run every head of a setting for a seed, and return the scores of each model by its name."""
+    given, rows, found = SETTINGS[setting], central.rows, {}
+    common = {"dataset": "npz", "data_dir": data, "seed": seed, "final_training": False, "keep_models": False,
+              "metrics": "accuracy,loss,balanced,auc,ece", **given.values}  # fmt: skip
+    counts: dict[str, Any] = {}
+    for method in given.heads:
+        began = time.process_time()
+        done = run(method=method, out=out / setting / f"{method}-s{seed}", **common)
+        seconds = time.process_time() - began
+        clients = Partition.load(done.out / "partition.npz").clients
+        if not counts:
+            counts = each_alone(rows, clients, central.logistic()[0])
+        arrays, _ = read_safetensors(done.out / "models" / "last.safetensors")
+        head = np.column_stack([arrays["head.weight"], arrays["head.bias"]])
+        guess, truth = predicted(head, rows.x[rows.test]), rows.y[rows.test]
+        same = central.head(method, done.summary) if "dp" not in given.values else None
+        everywhere = done.summary["metrics"]["global"]
+        plain = counts_of([predicted(head, rows.x[c.test]) == rows.y[c.test] for c in clients])
+        up = {name: n for name, n in done.summary.items() if name.startswith("bytes_up_query")}
+        scores = {"global": done.score("global"), **of_clients(plain), "bytes": float(sum(up.values())),
+                  "recall": min(float((guess == truth)[truth == c].mean()) for c in np.unique(truth)),
+                  "auc": everywhere["auc"]["mean"], "ece": everywhere["ece"]["mean"], "seconds": seconds}  # fmt: skip
+        if same is not None:
+            scores["apart"] = float((predicted(same, rows.x[rows.test]) != guess).sum())
+        scores |= dict(zip(("gain", "same", "lose"), statistics.harm(plain, counts["logistic"])))
+        found[method] = scores
+    sizes = [len(client.train) for client in clients]
+    found["alone"] = {**of_clients(counts["logistic"]), "rows": float(np.median(sizes))}
+    found["alone-lda"] = of_clients(counts["lda"])
+    found["majority"] = of_clients(counts["majority"])
+    found["central"] = {"global": central.logistic()[1], "penalty": central.logistic()[0]}
+    return {name: {key: round(value, 6) for key, value in scores.items()} for name, scores in found.items()}
+
+
+# ---- what is kept, and the page --------------------------------------------------------------------------------------
+
+Kept = dict[tuple[str, int, str], Scores]
+"""Scores by setting, seed and model."""
+MODELS = {"alone": "each alone: logistic", "alone-lda": "each alone: LDA", "majority": "majority class",
+          "central": "central: logistic"}  # fmt: skip
+
+
+def load(path: Path) -> Kept:
+    """Return the kept scores of settings that there are."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ())
+    return {(line["setting"], line["seed"], line["model"]): line["scores"] for line in lines}
+
+
+def save(path: Path, kept: Kept) -> None:
+    """Write scores in the order of settings, seeds and models."""
+    order = sorted(kept, key=lambda key: ([*SETTINGS].index(key[0]), key[1]))
+    lines = ({"setting": s, "seed": n, "model": m, "scores": kept[s, n, m]} for s, n, m in order)
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def of_setting(kept: Kept, setting: str) -> dict[str, list[Scores]]:
+    """Return the scores of a setting by model, in the order of the seeds."""
+    found: dict[str, list[Scores]] = {}
+    for (name, _, model), scores in kept.items():
+        if name == setting:
+            found.setdefault(model, []).append(scores)
+    return found
+
+
+def cell(runs: Sequence[Scores], name: str, factor: float = 100.0, digits: int = 1) -> str:
+    """Write mean ± standard deviation over seeds; a dash where it was not measured."""
+    values = [run[name] for run in runs if name in run]
+    return spread(values, factor, digits) if values else DASH
+
+
+def title(model: str) -> str:
+    """Return a model's name in a table."""
+    return MODELS.get(model) or registry.get(model).title
+
+
+def setting_table(runs: Mapping[str, Sequence[Scores]]) -> list[str]:
+    """Build the table of one setting."""
+    rows = []
+    for model, found in runs.items():
+        harmed = [[run[w] for w in ("gain", "same", "lose")] for run in found if "gain" in run]
+        rows.append((
+            title(model), cell(found, "global"), cell(found, "own"), cell(found, "worst"),
+            tally(harmed) if harmed else DASH, cell(found, "recall"), cell(found, "auc"), cell(found, "ece"),
+            cell(found, "bytes", 1e-3, 0), cell(found, "seconds", 1),
+        ))  # fmt: skip
+    heads = "model|global|own|worst tenth|gain / same / lose:|lowest recall|AUROC|ECE"
+    return markdown(f"{heads}|up, kB:|processor s:", rows)
+
+
+def page(text: str, kept: Kept) -> str:
+    """Return the page with the table of every setting that was measured."""
+    for setting in SETTINGS:
+        if f"<!-- table:{setting} -->" in text:
+            found = of_setting(kept, setting)
+            text = replaced(text, setting, setting_table(found) if found else [UNMEASURED])
+    return text
+
+
+def run_missing(settings: Iterable[str], seeds: int, features: Path, out: Path, path: Path) -> None:
+    """Measure what `path` lacks, seed by seed; one data set's rows are in memory at a time."""
+    kept = load(path)
+    todo = [(s, n) for s in settings for n in range(seeds) if (s, n, "central") not in kept]
+    for file in dict.fromkeys(SETTINGS[setting].file for setting, _ in todo):
+        data = features.expanduser().absolute() / f"{file}.npz"
+        central = Central(Rows.read(data))
+        for setting, seed in todo:
+            if SETTINGS[setting].file == file:
+                kept |= {(setting, seed, m): s for m, s in measure(setting, seed, central, data, out).items()}
+                save(path, kept)
+
+
+def main() -> int:
+    """Measure what is asked for, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--features", type=Path, help="folder of the files of features (default: measure nothing)")
+    parser.add_argument("--out", type=Path, default=Path("runs/frozen"), help="folder of the runs")
+    parser.add_argument("--only", default="", help="settings, with commas (default: all)")
+    parser.add_argument("--seeds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--kept", type=Path, default=DOCS / "frozen.jsonl", help="(default: %(default)s)")
+    parser.add_argument("--doc", type=Path, default=DOCS / "frozen.md", help="(default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        chosen = named(args.only, [*SETTINGS], "setting")
+        if args.features is not None:
+            run_missing(chosen, args.seeds, args.features, args.out.expanduser().absolute(), args.kept)
+        args.doc.write_text(page(args.doc.read_text(encoding="utf-8"), load(args.kept)), encoding="utf-8")
+    except BadRequest as e:
+        sys.stderr.write(f"frozen: {e}\n")
+        return 2
+    return 0
