@@ -83,6 +83,8 @@ SETTINGS = {
     "cifar10-20-two": Setting("CIFAR-10, 20 clients, two classes each", "cifar10", {"clients": 20, **TWO}),
     "cifar10-100-two": Setting("CIFAR-10, 100 clients, two classes each", "cifar10", {"clients": 100, **TWO}),
 }
+PLAIN = tuple(SETTINGS)
+"""The settings of the first tables."""
 GUARDS: dict[str, Mapping[str, Any]] = {
     "secure": {"secure_sum": True},
     **{f"epsilon-{e}": {"dp": "example", "dp_epsilon": float(e), "dp_test": True} for e in (1, 3, 8)},
@@ -322,13 +324,46 @@ def setting_table(runs: Mapping[str, Sequence[Scores]]) -> list[str]:
     return markdown(f"{heads}|up, kB:|processor s:", rows)
 
 
+def mean(runs: Sequence[Scores], name: str) -> float:
+    """Return a score's mean over seeds, in percent; NaN where it was not measured."""
+    return 100 * float(np.mean([run.get(name, np.nan) for run in runs]))
+
+
+def answer(kept: Kept) -> list[str]:
+    """Return the sentences with which the page begins, and the table of all settings."""
+    known = {name: found for name in SETTINGS if name in PLAIN and (found := of_setting(kept, name))}
+    if not known:
+        return [UNMEASURED]
+    apart = [scores["apart"] for (setting, _, _), scores in kept.items() if setting in PLAIN and "apart" in scores]
+    below, own, rows = [], [], []
+    for name, found in known.items():
+        best = max(SETTINGS[name].heads, key=lambda head: mean(found[head], "global"))
+        below.append(mean(found["central"], "global") - mean(found[best], "global"))
+        personal = max(SETTINGS[name].heads, key=lambda head: mean(found[head], "own"))
+        own.append(mean(found[personal], "own") - mean(found["alone"], "own"))
+        rows.append((
+            SETTINGS[name].title, f"{np.mean([run['rows'] for run in found['alone']]):.0f}",
+            f"{title(best)} {cell(found[best], 'global')}", cell(found["central"], "global"),
+            f"{title(personal)} {cell(found[personal], 'own')}", cell(found["alone"], "own"),
+            cell(found["majority"], "own"),
+        ))  # fmt: skip
+    text = (
+        f"One exchange gives the head that all training rows together would give: in {len(apart)} runs "
+        f"{sum(apart):.0f} test rows are classified otherwise. The best head is {min(below):.1f} to {max(below):.1f} "
+        f"points below logistic regression on all rows, and {min(own):+.1f} to {max(own):+.1f} points from training "
+        "alone on the clients' own test rows."
+    )
+    heads = "setting|rows of a client:|best head, global|central logistic|best head, own|alone, own|majority, own"
+    return [text, "", *markdown(heads, rows)]
+
+
 def page(text: str, kept: Kept) -> str:
-    """Return the page with the table of every setting that was measured."""
+    """Return the page with its answer and the table of every setting that it names."""
     for setting in SETTINGS:
         if f"<!-- table:{setting} -->" in text:
             found = of_setting(kept, setting)
             text = replaced(text, setting, setting_table(found) if found else [UNMEASURED])
-    return text
+    return replaced(text, "answer", answer(kept)) if "<!-- table:answer -->" in text else text
 
 
 def run_missing(settings: Iterable[str], seeds: int, features: Path, out: Path, path: Path) -> None:
