@@ -318,7 +318,7 @@ def setting_table(runs: Mapping[str, Sequence[Scores]]) -> list[str]:
         rows.append((
             title(model), cell(found, "global"), cell(found, "own"), cell(found, "worst"),
             tally(harmed) if harmed else DASH, cell(found, "recall"), cell(found, "auc"), cell(found, "ece"),
-            cell(found, "bytes", 1e-3, 0), cell(found, "seconds", 1),
+            f"{mean(found, 'bytes') / 1e5:.0f}" if "bytes" in found[0] else DASH, cell(found, "seconds", 1),
         ))  # fmt: skip
     heads = "model|global|own|worst tenth|gain / same / lose:|lowest recall|AUROC|ECE"
     return markdown(f"{heads}|up, kB:|processor s:", rows)
