@@ -16,8 +16,8 @@ import pytest
 import fedapp
 from fedapp import config as configuration
 from fedapp.data import datasets, tables
-from fedapp.data.columns import roles
 from fedapp.data.dataset import Dataset
+from fedapp.data.names import roles
 from fedapp.data.transforms import InputSpec
 from fedapp.engines import local as engine
 from fedapp.errors import BadRequest

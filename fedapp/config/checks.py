@@ -10,8 +10,8 @@ from fedapp.config.keys import DEFAULTS, RunConfig
 from fedapp.core.robust import OWN_RULE, RULES, needed, parsed
 from fedapp.core.secure_sum import flaw, threshold
 from fedapp.data import flower
-from fedapp.data.columns import roles
 from fedapp.data.datasets import OWN, check_name
+from fedapp.data.names import roles
 from fedapp.data.partitions import NATURAL, PARTITION_KINDS
 from fedapp.errors import BadRequest, counted, suggest_choice
 from fedapp.lazy import torch

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from fedapp import registry, sampling
 from fedapp.core.averages import lower_median
 from fedapp.core.privacy import BOUND, Privacy, noise_for
-from fedapp.data.columns import SHOWN
+from fedapp.data.names import SHOWN
 from fedapp.errors import BadRequest, counted, suggest
 from fedapp.learning import evaluation
 from fedapp.learning.optimizers import round_rates

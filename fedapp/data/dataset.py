@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedapp.data.columns import SHOWN
 from fedapp.data.moments import Samples
+from fedapp.data.names import SHOWN
 from fedapp.errors import BadRequest, described
 
 Int64 = npt.NDArray[np.int64]

@@ -16,8 +16,8 @@ import numpy as np
 
 from fedapp.data import pictures, tables
 from fedapp.data.cache import FULL, file_identity
-from fedapp.data.columns import PARTS, Array, Own, assigned, labelled, own, roles
-from fedapp.data.names import is_there
+from fedapp.data.columns import PARTS, Array, Own, labelled, own
+from fedapp.data.names import assigned, is_there, roles
 from fedapp.errors import BadRequest, suggest_choice
 from fedapp.lazy import datasets, pd
 from fedapp.settings import DataSettings

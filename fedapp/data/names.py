@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, suggest, suggest_choice
 
 Read = TypeVar("Read")
 SHOWN = 10
-"""Files that one message lists."""
+"""Files, columns or faults that one message lists."""
+COLUMNS = ("x", "y", "client", "split", "group")
+"""What a column of own data may mean."""
+LABELS = ("y", "label", "target")
+"""Names of the column of the classes where `columns` does not say it."""
 PART_OF = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -40,6 +46,71 @@ def name_of(path: Path, suffix: bool = False) -> str:
     except UnicodeEncodeError as error:
         raise BadRequest(f"{path}: its name is not UTF-8: rename it") from error
     return composed(name)
+
+
+def roles(text: str) -> dict[str, tuple[str, ...]]:
+    """Read the key `columns`, such as ``x=age,pulse y=diagnosis client=hospital split=part group=patient``.
+
+    Returns
+    -------
+    x, y, client, split, group, as far as the text has them -> names of columns; x may have several.
+
+    Raises
+    ------
+    BadRequest : it is not of this form.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadRequest(f"columns = {text!r}: {error}") from error
+    found: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        role, _, value = word.partition("=")
+        # Within a name a comma is written twice.
+        names = tuple(composed(name.replace(",,", ",").strip()) for name in re.split("(?<!,),(?!,)", value))
+        if role not in COLUMNS or not all(names):
+            raise BadRequest(
+                f"columns: '{word}' is not of the form x=a,b or y=NAME"
+                + suggest_choice(role, COLUMNS, "; a name with a space stands in quotation marks")
+            )
+        if role in found or (role != "x" and len(names) > 1):
+            raise BadRequest(f"columns: {role} is given more than once; only x may have several columns: x=a,b")
+        found[role] = names
+    every = [name for names in found.values() for name in names]
+    if len(set(every)) != len(every):
+        raise BadRequest(f"columns: '{max(every, key=every.count)}' is named twice: give each column one meaning")
+    return found
+
+
+def assigned(where: object, names: Sequence[str], wanted: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Return which columns of a source are y, client, split and group.
+
+    Parameters
+    ----------
+    where : name of the source, for messages.   names : its columns.   wanted : of `roles`.
+
+    Raises
+    ------
+    BadRequest : names all columns that do not exist, or the ones that could be y.
+    """
+    missing = [n for listed in wanted.values() for n in listed if n not in names and n != "*"]
+    shown = ", ".join(map(str, names[:40])) + (", ..." if len(names) > 40 else "")
+    if missing:
+        meant = {n: suggest(n, names).removeprefix(", ") for n in missing[:SHOWN]}
+        lacking = ", ".join(f"'{n}' ({near})" if near else f"'{n}'" for n, near in meant.items())
+        raise BadRequest(f"{where}: no column {lacking} ({len(missing)} in all); it has {shown}")
+    found = {role: wanted[role][0] for role in COLUMNS[1:] if role in wanted}
+    taken = {n for listed in wanted.values() for n in listed}
+    for role in ("client", "split", "group"):
+        if role not in found and role in names and role not in taken:
+            found[role] = role
+    if "y" not in found:
+        likely = [n for n in LABELS if n in names and n not in taken]
+        if len(likely) != 1:
+            several = f"{' and '.join(likely)} could both be" if likely else "no column y, label or target for"
+            raise BadRequest(f'{where}: {several} the classes: say which with columns = "y=NAME"; it has {shown}')
+        found["y"] = likely[0]
+    return found
 
 
 def entries_of(folder: Path) -> list[Path]:

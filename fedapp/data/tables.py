@@ -22,24 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from fedapp.data.columns import (
-    COLUMNS,
-    EXACT,
-    LABELS,
-    PARTS,
-    SHOWN,
-    Array,
-    Own,
-    assigned,
-    entries,
-    labelled,
-    of_parts,
-    own,
-    part_of,
-    roles,
-)
+from fedapp.data.columns import EXACT, PARTS, Array, Own, entries, labelled, of_parts, own, part_of
 from fedapp.data.moments import rounded
-from fedapp.data.names import composed, name_of, readable
+from fedapp.data.names import COLUMNS, LABELS, SHOWN, assigned, composed, name_of, readable, roles
 from fedapp.errors import BadRequest, counted, is_number, suggest_choice
 from fedapp.lazy import pd
 from fedapp.settings import DataSettings

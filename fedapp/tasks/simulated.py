@@ -16,9 +16,9 @@ from fedapp import process, sampling
 from fedapp.config import RunConfig, check_liars
 from fedapp.data import datasets, flower, natural, partitions
 from fedapp.data.cache import file_identity
-from fedapp.data.columns import SHOWN
 from fedapp.data.dataset import Dataset, View, sample
 from fedapp.data.moments import Rows, Samples, binary, moments
+from fedapp.data.names import SHOWN
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, described
