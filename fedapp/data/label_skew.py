@@ -122,21 +122,20 @@ def dirichlet(sizes: Int64, request: Request, rng: np.random.Generator) -> Int64
     return _first_good(draw, sizes, request)
 
 
-def scale_to_margins(weights: Float64, rows: Float64, columns: Float64, steps: int = 200) -> Float64:
+def scale_to_margins(weights: Float64, rows: Float64, columns: Float64) -> Float64:
     """Scale a positive matrix alternately until its row and column sums are the wanted ones (Sinkhorn's iteration).
 
     Parameters
     ----------
     weights : float64 (K, C), positive.
     rows, columns : wanted sums, float64 (K,) and (C,), of equal total.
-    steps : largest number of alternations.
 
     Returns
     -------
     float64 (K, C) with exact column sums; row sums are exact to the degree of convergence.
     """
     scaled = weights.copy()
-    for _ in range(steps):
+    for _ in range(200):
         scaled *= (rows / scaled.sum(axis=1))[:, None]
         scaled *= columns / scaled.sum(axis=0)
         if np.abs(scaled.sum(axis=1) - rows).max() < 0.01:

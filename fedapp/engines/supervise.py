@@ -97,11 +97,11 @@ def runs(process: psutil.Process, *commands: str) -> bool:
     return False
 
 
-def reap(child: subprocess.Popen[bytes] | None, timeout: float = 5.0) -> None:
-    """Wait for a child that was told to end, and kill it if it does not."""
+def reap(child: subprocess.Popen[bytes] | None) -> None:
+    """Wait five seconds for a child that was told to end, and kill it if it does not."""
     if child is not None:
         try:
-            child.wait(timeout)
+            child.wait(5)
         except subprocess.TimeoutExpired:
             child.kill()
 

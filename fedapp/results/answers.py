@@ -258,11 +258,8 @@ class Answer:
             yield f"Few test rows: {rows:.0f} of the median client, so one row is {100 / rows:.1f} points of its score."
 
 
-def _listed(names: Sequence[str], most: int = 2) -> str:
-    shown = list(names[:most])
-    if len(names) > most:
-        return f"{', '.join(shown)} and {len(names) - most} more"
-    return " and ".join(shown)
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:2])} and {len(names) - 2} more" if len(names) > 2 else " and ".join(names)
 
 
 def answers_of(comparison: Comparison) -> list[Answer]:

@@ -151,8 +151,8 @@ def margin_of(reference: float, test_rows: float) -> float:
     return max(min(0.01, 0.1 * (1 - reference)), 1 / test_rows)
 
 
-def smallest_seen(seeds: int, rows: int, power: float = 0.8) -> float:
-    """Return the smallest true difference that is found with this power, in standard deviations over seeds.
+def smallest_seen(seeds: int, rows: int) -> float:
+    """Return the smallest true difference that is found four times of five, in standard deviations over seeds.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def smallest_seen(seeds: int, rows: int, power: float = 0.8) -> float:
     critical = float(stats.t.ppf(1 - 0.025 / rows, freedom))
     # The noncentral distribution loses digits far out: the root lies below twice the critical value and three.
     limit = 2 * critical / math.sqrt(seeds) + 3
-    found = optimize.bisect(lambda d: stats.nct.sf(critical, freedom, d * math.sqrt(seeds)) - power, 0, limit)
+    found = optimize.bisect(lambda d: stats.nct.sf(critical, freedom, d * math.sqrt(seeds)) - 0.8, 0, limit)
     return float(found)
 
 

@@ -394,9 +394,9 @@ def _other_tables(comparison: Comparison) -> Iterable[tuple[str, int, Table]]:
         yield name[:1].upper() + name[1:], len(table), Table(table.columns, rows)
 
 
-def _protocols(runs: Sequence[RunResult], always: Sequence[str] = PROTOCOLS) -> list[str]:
-    """Return the scores that some run has, and those that `always` have a column, in the order of the tables."""
-    return [p for p in PROTOCOL_TEXT if p in always or any(p in r.protocols for r in runs)]
+def _protocols(runs: Sequence[RunResult]) -> list[str]:
+    """Return the scores that some run has, and those that always have a column, in the order of the tables."""
+    return [p for p in PROTOCOL_TEXT if p in PROTOCOLS or any(p in r.protocols for r in runs)]
 
 
 def _runs_table(comparison: Comparison) -> Table:

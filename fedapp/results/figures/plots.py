@@ -201,7 +201,7 @@ def _in_numbers(axes: Axes) -> None:
 @styled
 def curves(
     panels: Panels, xlabel: str = "round", ylabel: str = "accuracy", height: float = 3.1, percent: bool = True,
-    log: bool = False, baseline: tuple[str, float] | None = None, without: str = "", band: str = "",
+    baseline: tuple[str, float] | None = None, without: str = "", band: str = "",
     floor: float | None = 0,
 ) -> Figure:  # fmt: skip
     """Draw lines with bands, a panel each, with one legend.
@@ -226,16 +226,12 @@ def curves(
                 axes.fill_between(curve.x, low, high, color=look["color"], alpha=alpha, linewidth=0, gid=look["gid"])
                 banded = True
         entitle(axes, title)
-        if log:
-            _in_numbers(axes)
-        else:
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=xlabel.endswith(("round", "rounds", "epochs"))))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=xlabel.endswith(("round", "rounds", "epochs"))))
         if baseline is not None and title != without:
             axes.axhline(baseline[1], color=MUTED, linewidth=1.0, linestyle=DOTTED)
-    if not log:  # panels that are compared have the same scales
-        ends = [axes.get_xlim() for axes in grid]
-        for axes in grid:
-            axes.set_xlim(min(a for a, _ in ends), max(b for _, b in ends))
+    ends = [axes.get_xlim() for axes in grid]
+    for axes in grid:  # panels that are compared have the same scales
+        axes.set_xlim(min(a for a, _ in ends), max(b for _, b in ends))
     if baseline is not None:
         more.append(key(baseline[0], color=MUTED, linewidth=1.0, linestyle=DOTTED))
     if banded and band:
