@@ -97,18 +97,17 @@ def locked(
     BadRequest : another process keeps it, or the file cannot be made.
     """
     lock = FileLock(path, mode=0o600)  # a user who can read it could hold it
-    try:
+    with writing_to(path.parent):
         if not path.parent.is_dir():  # the library would make it
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         try:
             lock.acquire(timeout=0)
         except Timeout:
             waiting()
-            lock.acquire(timeout=patience)
-    except Timeout:
-        raise BadRequest(taken) from None
-    except OSError as e:
-        raise BadRequest(unusable(path.parent, e)) from e
+            try:
+                lock.acquire(timeout=patience)
+            except Timeout:
+                raise BadRequest(taken) from None
     try:
         yield
     finally:
@@ -124,6 +123,10 @@ def explained(what: str, remedy: str) -> Iterator[None]:
         raise BadRequest(f"{what} ({e.strerror or e}): {remedy}") from e
 
 
-def unusable(folder: Path, error: OSError) -> str:
-    """Return the message that a folder cannot be written to."""
-    return f"{folder} cannot be written ({error.strerror or error}); give a folder that you may write to"
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a BadRequest: the folder cannot be written to."""
+    try:
+        yield
+    except OSError as e:
+        raise BadRequest(f"{folder} cannot be written ({e.strerror or e}); give a folder that you may write to") from e

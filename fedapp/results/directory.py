@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import itertools
 import json
 import math
@@ -44,7 +43,7 @@ import numpy as np
 from fedapp import __version__
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest
-from fedapp.files import atomic, check_folder, locked, unusable
+from fedapp.files import atomic, check_folder, locked, writing_to
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
 from fedapp.results.cells import cell, uncelled
@@ -111,7 +110,7 @@ def check_out(out: Path, resume: bool) -> None:
     ------
     BadRequest : it cannot be read or written, is not empty, or (with `resume`) holds no run.
     """
-    try:
+    with writing_to(out):
         if resume:
             if not (out / "config.toml").is_file():
                 raise BadRequest(f"{out} holds no run to resume (no config.toml)")
@@ -119,8 +118,6 @@ def check_out(out: Path, resume: bool) -> None:
             raise BadRequest(f"{out} is a file; give a folder")
         elif out.is_dir() and any(p.name not in ALLOWED_BEFORE for p in out.iterdir()):
             raise BadRequest(f"{out} is not empty; give a new folder, or continue the run in it with --resume {out}")
-    except OSError as e:
-        raise BadRequest(unusable(out, e)) from e
     check_writable(out)
 
 
@@ -131,10 +128,8 @@ def check_writable(folder: Path) -> None:
     ------
     BadRequest : it cannot; the message has the system's reason.
     """
-    try:
+    with writing_to(folder):
         check_folder(folder)
-    except OSError as e:
-        raise BadRequest(unusable(folder, e)) from e
 
 
 def absolute(folder: Path) -> Path:
@@ -161,16 +156,14 @@ def new_folder(root: Path, name: str) -> Path:
     base = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         folder = root / (base if number == 1 else f"{base}-{number}")
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()  # of two processes in the same second, one fails here and takes the next number
-        except FileExistsError:
-            if not root.is_dir():
-                raise BadRequest(f"{root} is a file; give a folder with --out") from None
-        except OSError as e:
-            raise BadRequest(unusable(folder, e)) from e
-        else:
-            return folder
+        with writing_to(folder):
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+                folder.mkdir()  # of two processes in the same second, one fails here and takes the next number
+                return folder
+            except FileExistsError:
+                if not root.is_dir():
+                    raise BadRequest(f"{root} is a file; give a folder with --out") from None
     raise AssertionError("there is always a next number")
 
 
@@ -217,13 +210,22 @@ def versions() -> dict[str, str]:
 
 def keep_rows(path: Path, wanted: Callable[[list[str]], bool]) -> None:
     """Rewrite a CSV file, if it is there, with the rows that are wanted; a line that a kill cut off is removed."""
+    header, *rows = _read(path) or [[]]
+    if header:
+        _write(path, [header, *(row for row in rows if len(row) == len(header) and wanted(row))])
+
+
+def _read(path: Path) -> list[list[str]]:
+    """Return the lines of a CSV file, none if it is not there."""
     if not path.is_file():
-        return
+        return []
     with path.open(newline="", encoding="utf-8") as f:
-        rows = list(csv.reader(f))
-    kept = [r for r in rows[1:] if len(r) == len(rows[0]) and wanted(r)]
+        return list(csv.reader(f))
+
+
+def _write(path: Path, lines: Iterable[Iterable[str]]) -> None:
     with atomic(path, mode=0o666) as part, part.open("w", newline="", encoding="utf-8") as f:
-        csv.writer(f, lineterminator="\n").writerows([*rows[:1], *kept])
+        csv.writer(f, lineterminator="\n").writerows(lines)
 
 
 class RunDirectory:
@@ -332,15 +334,9 @@ class RunDirectory:
 
     def add_column(self, name: str, column: str) -> None:
         """Add a column to a CSV file that a resumed run goes on writing; its earlier rows are empty there."""
-        path = self.path / name
-        if not path.is_file():
-            return
-        with path.open(newline="", encoding="utf-8") as f:
-            rows = list(csv.reader(f))
-        if rows and column not in rows[0]:
-            text = io.StringIO(newline="")
-            csv.writer(text, lineterminator="\n").writerows([[*rows[0], column], *([*row, ""] for row in rows[1:])])
-            write_text(path, text.getvalue())
+        header, *rows = _read(self.path / name) or [[]]
+        if header and column not in header:
+            _write(self.path / name, [[*header, column], *([*row, ""] for row in rows)])
 
     def count(self, name: str) -> int:
         """Return how many rows one of the CSV files has."""

@@ -33,7 +33,7 @@ from fedapp.data.moments import Samples
 from fedapp.data.names import composed, is_there
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, counted, listed, plain, suggest, suggest_choice
-from fedapp.files import check_folder
+from fedapp.files import check_folder, explained
 from fedapp.lazy import torch
 from fedapp.learning.task import Task
 from fedapp.models import IDENTITY, MODEL_NAMES, check_form, check_model, is_own, own
@@ -310,11 +310,9 @@ class Node(BaseModel):
         """
         chosen = self.state_dir or os.environ.get("FEDAPP_STATE", "") or "~/.fedapp/state"
         root = Path(chosen).expanduser().absolute()
-        try:
+        user = os.getuid() if hasattr(os, "getuid") else ""
+        with explained(f"state-dir {root} cannot be written", f"give a folder that user {user} owns"):
             check_folder(root)
-        except OSError as e:
-            raise BadRequest(f"state-dir {root} cannot be written ({e.strerror}): give a folder that user "
-                             f"{os.getuid() if hasattr(os, 'getuid') else ''} owns") from e  # fmt: skip
         return root
 
 
