@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from clients.posthoc import PostHocClient
 from fedapp.core import names
-from fedapp.lazy import Tensor, torch
+from fedapp.lazy import Tensor, nn, torch
 from fedapp.learning.evaluation import Scores
 from fedapp.method import Arrays, Payload, Scalar
 
@@ -49,8 +49,8 @@ class SharesClient(PostHocClient):
     """Adjusts the bias of a repaired head before it is scored."""
 
     alone = True  # `score` adds a second score to that of the stored model
-    plain: Tensor | None = None
-    """b, where the model has b_k."""
+    plain: dict[str, Tensor] | None = None
+    """The head that arrived, where the model has another one."""
     adjusted: SplitModel | None = None
     """The model with b_k; a copy of it that is fine-tuned is another one."""
 
@@ -64,12 +64,12 @@ class SharesClient(PostHocClient):
         super().receive(model)
         if self.scoring and payload.scalars.get(PERSONAL):
             bias = self.model.head.bias
-            self.plain, self.adjusted = bias.detach().clone(), self.model
+            self.plain, self.adjusted = _copied(self.model.head), self.model
             with torch.no_grad():
                 bias.add_(torch.from_numpy(self.adjustment(prior, payload.scalars)).to(bias))
 
     def before_training(self, payload: Payload) -> None:
-        """Forget b: once the model is trained it is not the one that arrived."""
+        """Forget that head: once the model is trained it is not the one that arrived."""
         super().before_training(payload)
         self.plain = None
 
@@ -78,10 +78,12 @@ class SharesClient(PostHocClient):
         scores = super().score(x, y, probabilities)
         if self.plain is None or self.newcomer or self.model is not self.adjusted:
             return scores
-        bias = self.model.head.bias
-        adjusted = bias.detach().clone()
-        with torch.no_grad():
-            bias.copy_(self.plain)
-            plain = super().score(x, y)
-            bias.copy_(adjusted)
+        adjusted = _copied(self.model.head)
+        self.model.head.load_state_dict(self.plain)
+        plain = super().score(x, y)
+        self.model.head.load_state_dict(adjusted)
         return replace(scores, further={PLAIN: plain})
+
+
+def _copied(head: nn.Module) -> dict[str, Tensor]:
+    return {name: array.clone() for name, array in head.state_dict().items()}

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from clients.posthoc import PostHocClient, PostHocHParams
@@ -33,6 +34,7 @@ from fedapp.core import sums
 from fedapp.core.sums import FeatureSums
 from fedapp.lazy import torch
 from fedapp.method import Arrays, Payload, Scalar
+from fedapp.reduce.spec import Totals
 
 SUMS = "sums/"
 """Prefix of the arrays of an answer."""
@@ -69,11 +71,40 @@ class HeadHParams(PostHocHParams):
 
 
 class SumsHParams(HeadHParams):
-    """Hyperparameters of heads from sums of features."""
+    """Hyperparameters of heads from sums of features, and their mathematics, which both sides use."""
+
+    choose: bool = Field(
+        False,
+        description="each client takes its own head where held-out rows say that it serves it better; implies personal "
+        "(no paper)",
+    )
+
+    def settled(self, given: bool = False, private: bool = False) -> Self:
+        """Return them with `personal` where `choose` implies it."""
+        asked = self.model_copy(update={"personal": True}) if self.choose else self
+        return super(SumsHParams, asked).settled(given, private)
 
     def energy(self) -> bool:
         """Return whether the head needs the features' mean square; each client then sends `sum |z|^2 / d`."""
         return False
+
+    def solved(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
+        """Return the head as rows (C, d + 1), weights and bias, and the summary's entries about it.
+
+        Parameters
+        ----------
+        found : `sums` holds b (C, d + 1), and where the head needs them A as `a` (d + 1, d + 1) and the sum of
+            |z|^2 / d as `energy` (1,). `parts` holds those of each client where the head needs them apart.
+        """
+        raise NotImplementedError
+
+    def strength(self, scale: float) -> float:
+        """Return w, the strength of the log shares of the rows in the head's logits, after their factor `scale`."""
+        return 0.0
+
+    def alone(self) -> Self:
+        """Return the hyperparameters of a head from the rows of one client."""
+        return self
 
 
 class SumsClient(PostHocClient):
@@ -81,15 +112,18 @@ class SumsClient(PostHocClient):
 
     squares: ClassVar[bool] = True
     """Whether A_k is sent too."""
+    repeats: ClassVar[Mapping[str, str]] = {}
+    """Further queries -> the one that they repeat, of other rows."""
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer `sums`, or `losses` with those of the head that was sent."""
-        if kind == "sums":
+        asked = self.repeats.get(kind, kind)
+        if asked == "sums":
             found = FeatureSums(self.task.num_classes, self.model.width, self.squares, self.settings.energy())
             for z, label in self.described(kind):
                 found.update(z, label)
             return {SUMS + name: array for name, array in found.arrays().items()}, self.measure("received")
-        if kind == "losses":
+        if asked == "losses":
             losses = [torch.zeros(len(sums.SCALES), dtype=torch.float64).numpy()]
             with torch.no_grad():
                 losses += [sums.scaled_losses(self.model.head(z), label) for z, label in self.described(kind)]
@@ -107,14 +141,21 @@ class OwnShares(SharesClient):
     """Fits the bias of a head in closed form to the client's own class shares."""
 
     def adjustment(self, prior: Arrays, scalars: Mapping[str, Scalar]) -> Float64:
+        """Return the terms of the head that was sent; `shares` in `prior` are its q."""
+        return self.terms(prior["shares"], float(scalars[STRENGTH]), self.task.class_counts())
+
+    def terms(self, q: Float64, strength: float, counts: npt.NDArray[Any]) -> Float64:
         """Return log p_k - w log q, (C,), and 0 for a class without rows.
 
         Parameters
         ----------
-        prior : `shares` are q, (C,), 0 for a class without rows.
+        q : as from `shares_of`.   strength : w.   counts : n_kc, (C,).
         """
-        q = prior["shares"]
-        p = shares(self.task.class_counts(), SMOOTH / len(q))
-        seen, found = q > 0, np.zeros(len(q))
-        found[seen] = np.log(p[seen]) - float(scalars[STRENGTH]) * np.log(q[seen])
+        p, seen, found = shares(counts, SMOOTH / len(q)), q > 0, np.zeros(len(q))
+        found[seen] = np.log(p[seen]) - strength * np.log(q[seen])
         return found
+
+
+def shares_of(counts: npt.NDArray[Any]) -> Float64:
+    """Return q of class counts (C,): (n_c + m / C) / (N + m), and 0 for a class without rows."""
+    return np.where(counts > 0, shares(counts, SMOOTH / len(counts)), 0.0)

@@ -5,24 +5,26 @@
 3. A = sum_k A_k, b = sum_k b_k, in float64; a method makes a head of them (`rows`).
 4. One factor for all logits (`scale`), which changes no prediction. With `scale=fit` a second query gives the sums over
    clients of the head's losses for a list of factors.
-5. With `personal` the class shares q of all clients go out with the head, and each client fits its bias to its own.
+5. With `choose` steps 2 to 4 come twice: first for a head by which clients choose (`clients/choice.py`).
+6. With `personal` the class shares q of all clients go out with the head, and each client fits its bias to its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from clients.shares import NUMBERS, PRIOR, shares
-from clients.sums import SMOOTH, STRENGTH, SUMS, OwnShares, SumsClient, SumsHParams
+from clients.choice import CHOSEN, FIRST, FIRST_STRENGTH, KEPT, OWN_DEFAULT, Choosing
+from clients.shares import NUMBERS, PRIOR
+from clients.sums import STRENGTH, SUMS, OwnShares, SumsClient, SumsHParams, shares_of
 from fedapp.core import sums
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
-from fedapp.method import Arrays, BaseHParams, Method, Payload, ServerContext, ServerState
+from fedapp.method import Arrays, BaseHParams, Method, Payload, Reductions, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Query, Total, Totals
 from strategies._composition import built_on, on
 from strategies._shares import WithShares
@@ -34,53 +36,72 @@ class HeadFromSums(WithShares):
     """The base method's strategy, with a head in closed form after its last round."""
 
     settings: ClassVar[Any] = None
-    queries = ("sums", "losses")
+    queries = ("sums", "losses", *KEPT, "choice")
     apart: ClassVar[bool] = False
     """Whether the head needs each client's sums, and not only their total."""
 
     def rows(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
-        """Return the head as rows (C, d + 1), weights and bias, and the summary's entries about it.
+        """Return the head as rows (C, d + 1) and the summary's entries about it, see `SumsHParams.solved`."""
+        solved: tuple[Float64, dict[str, Any]] = self.settings.solved(found)
+        return solved
+
+    def prior(self, entry: ServerState) -> Payload | None:
+        """Return q and w, with `personal`; with `choose` also the first head with its own, and the default."""
+        if "shares" not in entry:
+            return None
+        common, scalars = {f"{PRIOR}shares": entry["shares"]}, {STRENGTH: entry["strength"]}
+        if "first" in entry:
+            first = _first(entry["first"])
+            common, scalars = common | first.common, scalars | first.scalars | {OWN_DEFAULT: entry["gain"] > 0}
+        return Payload(common=common, scalars=scalars)
+
+    def finalize(self, state: ServerState, query: Query) -> ServerState:
+        """Query the sums, make the head, scale it, and score before and after; with `choose` a first head before it."""
+        state = super().finalize(state, query)
+        w, first = self.trained(state), {}
+        if self.settings.choose:
+            entry, *_ = self.solve(w, query, {kind: again for again, kind in KEPT.items()})
+            if "shares" in entry:
+                sent = _first(entry)
+                gain = query("choice", Payload(common={**w, **sent.common}, scalars=sent.scalars)).totals("choice")
+                first = {"first": entry, "gain": round(float(gain.sums["gain"][0]))}
+        entry, replies, counts, found = self.solve(w, query)
+        return self.calibrated(state, {**entry, **first}, replies, counts, **found)
+
+    def solve(
+        self, w: Arrays, query: Query, renamed: Mapping[str, str] | None = None
+    ) -> tuple[ServerState, list[Reply], Float64, dict[str, Any]]:
+        """Query the sums and make a head of them.
 
         Parameters
         ----------
-        found : `sums` holds b (C, d + 1), and where the head needs them A as `a` (d + 1, d + 1) and the sum of
-            |z|^2 / d as `energy` (1,). With `apart`, `parts` holds those of each client.
+        w : the model as the base trained it.   renamed : names of the two queries, where they are for other rows.
+
+        Returns
+        -------
+        The repair, the replies to the query of sums, class counts (C,), and the summary's entries.
         """
-        raise NotImplementedError
-
-    def strength(self, scale: float) -> float:
-        """Return w, the strength of the log shares of all clients in the head's logits, after their factor `scale`."""
-        return 0.0
-
-    def prior(self, entry: ServerState) -> Payload | None:
-        """Return q and w, with `personal`."""
-        if "shares" not in entry:
-            return None
-        return Payload(common={f"{PRIOR}shares": entry["shares"]}, scalars={STRENGTH: entry["strength"]})
-
-    def finalize(self, state: ServerState, query: Query) -> ServerState:
-        """Query the sums, make the head, scale it, and score before and after."""
-        state = super().finalize(state, query)
-        w = self.trained(state)
-        reduced = query("sums", Payload(common=w))
+        names = renamed or {}
+        reduced = query(names.get("sums", "sums"), Payload(common=w))
         found = reduced.totals("sums")
         counts = found.sums["b"][:, -1]
         if not counts.any():  # no class has `min_count` samples anywhere: the model stays as trained
-            return self.calibrated(state, {"head": {n: w[n] for n in (W, B)}}, reduced.clients, counts)
+            return {"head": {n: w[n] for n in (W, B)}}, reduced.clients, counts, {}
         rows, entries = self.rows(found)
-        scale = self.scale(w, rows, counts > 0, query)
+        scale = self.scale(w, rows, counts > 0, query, names.get("losses", "losses"))
         entry: ServerState = {"head": dict(zip((W, B), sums.as_head(rows, counts > 0, scale)))}
         if self.settings.personal:
-            q = np.where(counts > 0, shares(counts, SMOOTH / len(counts)), 0.0)
-            entry |= {"shares": q, "strength": self.strength(scale)}
+            entry |= {"shares": shares_of(counts), "strength": self.settings.strength(scale)}
             if self.settings.scale == "none":
                 self.context.warn(
                     f"{self.method.id}: personal=true adds log shares to logits that no factor was fitted for, since "
                     "scale = none: one of the two may count too much. scale=fit fits it, without dp"
                 )
-        return self.calibrated(state, entry, reduced.clients, counts, scale=scale, **entries)
+        return entry, reduced.clients, counts, {"scale": scale, **entries}
 
-    def scale(self, w: Arrays, rows: Float64, seen: npt.NDArray[np.bool_], query: Query) -> float:
+    def scale(
+        self, w: Arrays, rows: Float64, seen: npt.NDArray[np.bool_], query: Query, losses: str = "losses"
+    ) -> float:
         """Return the factor for all logits: 1, as large as the trained head's, or what fits the clients' rows best."""
         if self.settings.scale == "none":
             return 1.0
@@ -88,8 +109,24 @@ class HeadFromSums(WithShares):
             own, before = np.linalg.norm(rows[seen, :-1]), np.linalg.norm(w[W][seen])
             return float(before / own) if own > 0 and before > 0 else 1.0
         head = dict(zip((W, B), sums.as_head(rows, seen)))
-        losses = query("losses", Payload(common={**w, **head})).totals("losses")
-        return sums.best_scale(losses.sums["loss"])
+        found = query(losses, Payload(common={**w, **head})).totals("losses")
+        return sums.best_scale(found.sums["loss"])
+
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
+        """Return the entries of the head; with `choose` under `choice` for how many clients each head was better."""
+        chosen = [bool(m[CHOSEN]) for m in final.values() if CHOSEN in m]
+        if not chosen:
+            return super().report(state, final)
+        gain = state[self.method.id]["gain"]
+        found = {"own": sum(chosen), "federated": len(chosen) - sum(chosen), "own_ahead": gain}
+        return {**super().report(state, final), "choice": {**found, "default": "own" if gain > 0 else "federated"}}
+
+
+def _first(entry: ServerState) -> Payload:
+    """Return the first head, its q and its w, as clients compare it with their own."""
+    arrays = {name.partition(".")[2]: array for name, array in entry["head"].items()} | {"shares": entry["shares"]}
+    common = {f"{PRIOR}{FIRST}{name}": array for name, array in arrays.items()}
+    return Payload(common=common, scalars={FIRST_STRENGTH: entry["strength"]})
 
 
 def class_sums(squares: bool, apart: bool, energy: bool) -> Total:
@@ -129,6 +166,18 @@ def _losses_problem(context: ServerContext, arrays: Arrays, lost: float) -> str 
     return None if bool((loss >= 0).all()) else "losses must be numbers that are not negative"
 
 
+def _gain_problem(context: ServerContext, arrays: Arrays, lost: float) -> str | None:
+    gain = arrays.get("gain")
+    if set(arrays) != {"gain"} or gain is None or gain.shape != (1,) or gain.dtype != np.float64:
+        return Impossible("a choice must be one number of float64")
+    return None if np.isfinite(gain).all() else "a choice must be a number of rows"
+
+
+CHOICE = Total(
+    SUMS, lambda context: {"gain": np.zeros(1)}, _gain_problem, lambda arrays: abs(float(arrays["gain"][0])),
+    capped=False,
+)  # fmt: skip
+"""Sum over clients of D_k (`clients/choice.py`)."""
 LOSSES = Total(SUMS, lambda context: {"loss": np.zeros(len(sums.SCALES))}, _losses_problem)
 """Sum over clients of the losses with each factor."""
 
@@ -145,7 +194,21 @@ def head_method(
     """Return the description of a method whose head follows from sums."""
 
     def resolve(hparams: SumsHParams, lookup: Callable[[str], Method]) -> Method:
-        return built_on(fitted_to_shares(outer) if hparams.personal else outer, hparams, lookup)
+        client, more = (Choosing, (CHOSEN,)) if hparams.choose else (OwnShares, ())
+        if not hparams.personal:
+            return built_on(outer, hparams, lookup)
+        fitted = dataclasses.replace(
+            outer, client=on(client, outer.client, hparams, BaseHParams()), metrics=(*NUMBERS, *more),
+            queries=(*outer.queries, *KEPT, "choice") if hparams.choose else outer.queries,
+        )  # fmt: skip
+        return built_on(fitted, hparams, lookup)
+
+    def reduces(hparams: SumsHParams) -> Reductions:
+        of_features = class_sums(client.squares, strategy.apart, hparams.energy())
+        found = {"sums": {"sums": of_features}, "losses": {"losses": LOSSES}}
+        if hparams.choose:
+            found |= {again: found[kind] for again, kind in KEPT.items()} | {"choice": {"choice": CHOICE}}
+        return {f"query.{kind}": of for kind, of in found.items()}
 
     outer = Method(
         id=name,
@@ -158,17 +221,8 @@ def head_method(
         global_model=True,
         deploy_as="received",
         travels=travels,
-        queries=HeadFromSums.queries,
-        reduces=lambda hparams: {
-            "query.sums": {"sums": class_sums(client.squares, strategy.apart, hparams.energy())},
-            "query.losses": {"losses": LOSSES},
-        },
+        queries=("sums", "losses"),
+        reduces=reduces,
         resolve=resolve,
     )
     return outer
-
-
-def fitted_to_shares(method: Method) -> Method:
-    """Return the method with clients that fit the bias of its head to their own class shares."""
-    client = on(OwnShares, method.client, method.hparams(), BaseHParams())
-    return dataclasses.replace(method, client=client, metrics=(*method.metrics, *NUMBERS))

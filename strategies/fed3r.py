@@ -55,6 +55,24 @@ class Fed3RHParams(SumsHParams):
         gcv = found.base == "none" and not private and not self.relative
         return found.model_copy(update={"lam": "gcv" if gcv else 0.01}) if self.lam == "auto" else found
 
+    def solved(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
+        """Return W* (step 3), normalised if that is asked for, and the penalty that was found."""
+        a, b = found.sums["a"], found.sums["b"]
+        lam: Any = self.lam  # `auto` is settled
+        entries = {}
+        if lam == "gcv":
+            lam, inside = sums.best_penalty(a, b, bias=self.bias)
+            entries = {"lam": lam, "lam_inside": inside}
+        rows = sums.ridge(a, b, lam, relative=self.relative, bias=self.bias)
+        if self.normalise:
+            norms = np.linalg.norm(rows[:, :-1], axis=1, keepdims=True)
+            rows = rows / np.where(norms > 0, norms, FLOOR)
+        return rows, entries
+
+    def strength(self, scale: float) -> float:
+        """Return 1: one-hot labels of all rows are fitted, so that their shares are in the logits."""
+        return 1.0
+
 
 class Fed3R(HeadFromSums):
     """The base method's strategy, with a ridge head after its last round."""
@@ -62,26 +80,14 @@ class Fed3R(HeadFromSums):
     settings: ClassVar[Fed3RHParams] = Fed3RHParams()
 
     def rows(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
-        """Return W* (step 3), normalised if that is asked for, and the penalty that was found."""
-        s, a, b = self.settings, found.sums["a"], found.sums["b"]
-        lam: Any = s.lam  # `auto` is settled
-        entries = {}
-        if lam == "gcv":
-            lam, inside = sums.best_penalty(a, b, bias=s.bias)
-            entries = {"lam": lam}
-            if not inside:
-                self.context.warn(f"fed3r: lam = {lam:.3g} is the end of the grid of generalised cross-validation")
-        else:
-            self.check_penalty(a, b, lam)
-        rows = sums.ridge(a, b, lam, relative=s.relative, bias=s.bias)
-        if s.normalise:
-            norms = np.linalg.norm(rows[:, :-1], axis=1, keepdims=True)
-            rows = rows / np.where(norms > 0, norms, FLOOR)
+        """Return the head and the penalty that was found; warn of one that fits badly."""
+        if self.settings.lam != "gcv":
+            self.check_penalty(found.sums["a"], found.sums["b"], float(self.settings.lam))
+        rows, entries = super().rows(found)
+        if not entries.pop("lam_inside", True):
+            lam = entries["lam"]
+            self.context.warn(f"fed3r: lam = {lam:.3g} is the end of the grid of generalised cross-validation")
         return rows, entries
-
-    def strength(self, scale: float) -> float:
-        """Return 1: one-hot labels of all clients are fitted, so that their shares are in the logits."""
-        return 1.0
 
     def check_penalty(self, a: Float64, b: Float64, given: float) -> None:
         """Warn of a penalty below the mean square of a feature where there are about as many samples as features.

@@ -53,6 +53,15 @@ class FedCOFHParams(SumsHParams):
         gamma = "mean-square" if found.base == "none" else 1.0
         return found.model_copy(update={"gamma": gamma}) if self.gamma == "auto" else found
 
+    def solved(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
+        """Return the head (steps 3 to 5), and the shrinkage that was found."""
+        gamma: Any = self.gamma  # `auto` is settled
+        entries = {}
+        if gamma == "mean-square":
+            gamma = float(found.sums["energy"][0]) / found.sums["b"][:, -1].sum()
+            entries = {"gamma": gamma}
+        return sums.cof([part["b"] for part in found.parts], gamma), entries
+
 
 class FedCOF(HeadFromSums):
     """The base method's strategy, with FedCOF's head after its last round."""
@@ -61,9 +70,8 @@ class FedCOF(HeadFromSums):
     apart: ClassVar[bool] = True
 
     def rows(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
-        """Return the head (steps 3 to 5), and how many clients own a class."""
-        parts = [part["b"] for part in found.parts]
-        owners = np.sum([part[:, -1] > 0 for part in parts], axis=0)
+        """Return the head, and how many clients own a class."""
+        owners = np.sum([part["b"][:, -1] > 0 for part in found.parts], axis=0)
         mean, width = float(owners[owners > 0].mean()), self.context.width
         entries: dict[str, Any] = {"owners_of_a_class": mean}
         if mean < width / FEW:
@@ -71,11 +79,8 @@ class FedCOF(HeadFromSums):
                 f"{mean:.1f} clients own a class on average: covariances of {width} features estimated from so few "
                 "means have a low rank"
             )
-        gamma: Any = self.settings.gamma  # `auto` is settled
-        if gamma == "mean-square":
-            gamma = float(found.sums["energy"][0]) / found.sums["b"][:, -1].sum()
-            entries["gamma"] = gamma
-        return sums.cof(parts, gamma), entries
+        rows, found_entries = super().rows(found)
+        return rows, entries | found_entries
 
 
 METHOD = head_method(

@@ -34,15 +34,15 @@ class FedNCMHParams(SumsHParams):
 
     metric: Literal["cosine", "euclidean"] = Field("cosine", description="what is nearest (paper: cosine)")
 
+    def solved(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
+        """Return the class means as a head (step 3)."""
+        return sums.nearest_mean(found.sums["b"], self.metric), {}
+
 
 class FedNCM(HeadFromSums):
     """The base method's strategy, with class means as its head after its last round."""
 
     settings: ClassVar[FedNCMHParams] = FedNCMHParams()
-
-    def rows(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
-        """Return the class means as a head (step 3)."""
-        return sums.nearest_mean(found.sums["b"], self.settings.metric), {}
 
 
 METHOD = head_method(

@@ -17,7 +17,7 @@ No paper of federated learning is behind it: it is the classical rule, and the r
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -26,6 +26,9 @@ from fedapp.core import sums
 from fedapp.core.sums import Float64
 from fedapp.reduce.spec import Totals
 from strategies._sums import HeadFromSums, head_method
+
+ALONE = 0.3
+"""g of a head from the rows of one client."""
 
 
 class LDAHParams(SumsHParams):
@@ -38,19 +41,23 @@ class LDAHParams(SumsHParams):
         "uniform", description="pi_c: the same for all classes, or n_c / N (no paper)"
     )
 
+    def solved(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
+        """Return the discriminant (steps 3 and 4)."""
+        return sums.discriminant(found.sums["a"], found.sums["b"], self.shrink, self.prior), {}
+
+    def strength(self, scale: float) -> float:
+        """Return the factor of the logits, if these hold log n_c / N."""
+        return scale if self.prior == "pooled" else 0.0
+
+    def alone(self) -> Self:
+        """Return a stronger shrinkage, since one client has few rows."""
+        return self.model_copy(update={"shrink": ALONE})
+
 
 class LDA(HeadFromSums):
     """The base method's strategy, with a discriminant head after its last round."""
 
     settings: ClassVar[LDAHParams] = LDAHParams()
-
-    def rows(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
-        """Return the discriminant (steps 3 and 4)."""
-        return sums.discriminant(found.sums["a"], found.sums["b"], self.settings.shrink, self.settings.prior), {}
-
-    def strength(self, scale: float) -> float:
-        """Return the factor of the logits, if these hold log n_c / N."""
-        return scale if self.settings.prior == "pooled" else 0.0
 
 
 METHOD = head_method(

@@ -37,7 +37,7 @@ CCVR: dict[str, Any] = {
     "clsnorm": False,
     "clsprox": 0.0,
 }
-SUMS = {"base": "fedavg", "base_args": "", "min_count": 1, "scale": "trained", "personal": False}
+SUMS = {"base": "fedavg", "base_args": "", "min_count": 1, "scale": "trained", "personal": False, "choose": False}
 """Of all heads from sums."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "fedclassavg": {

@@ -14,8 +14,8 @@ from fedapp.engines.local import RunResult
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Reply
 from fedapp.results import predict
-from strategies.fed3r import Fed3R
-from strategies.lda import LDA
+from strategies.fed3r import Fed3RHParams
+from strategies.lda import LDAHParams
 
 W, B = "head.weight", "head.bias"
 Tiny = Callable[..., RunResult]
@@ -103,8 +103,8 @@ def test_the_pooled_prior_leaves_a_discriminant_as_far_as_its_factor_kept_it(
     uniform = on_features(tiny, place, "lda personal=true scale=none")
     base, n = heads(uniform)[0][B].astype(float), counts(place, 4)
     gaps = []
-    for weight in (LDA.strength, lambda self, scale: 1.0):
-        monkeypatch.setattr(LDA, "strength", weight)
+    for weight in (LDAHParams.strength, lambda self, scale: 1.0):
+        monkeypatch.setattr(LDAHParams, "strength", weight)
         pooled = on_features(tiny, place, "lda personal=true prior=pooled")
         f, (_, own) = pooled.summary["calibration"]["scale"], heads(pooled)
         assert f < 0.5
@@ -147,7 +147,7 @@ def test_the_shares_of_all_clients_leave_the_ridge_head_of_an_unequal_union(
         scores = []
         for weight in (1.0, 0.0):
             with monkeypatch.context() as patch:
-                patch.setattr(Fed3R, "strength", lambda self, scale, w=weight: w)
+                patch.setattr(Fed3RHParams, "strength", lambda self, scale, w=weight: w)
                 scores.append(on_features(tiny, place, "fed3r personal=true").summary["accuracy"]["received"]["last"])
         gains.append(scores[0] - scores[1])
     assert np.mean(gains) >= 0.01

@@ -113,6 +113,8 @@ def _check_example(config: RunConfig, method: Method, hparams: BaseHParams) -> N
         raise _refused(config, "order=arrival says how long clients take: take shuffled or sorted")
     if getattr(hparams, "scale", "") == "fit":
         raise _refused(config, "scale=fit asks for exact losses: take scale=trained or none")
+    if getattr(hparams, "choose", False):
+        raise _refused(config, "choose=true sends exact numbers of held-out rows: leave it out")
     if getattr(hparams, "oracle", False):
         raise _refused(config, "oracle=true sends the features themselves: leave it out")
     if getattr(hparams, "cov", "full") not in ("full", "sums"):

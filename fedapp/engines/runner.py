@@ -302,6 +302,11 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     if summary.get("calibration"):
         c = summary["calibration"]
         text += f"\ncalibration (global): before {percent(c.get('before'))} %, after {percent(c.get('after'))} %"
+    if c := summary.get("choice"):
+        text += (
+            f"\nchosen by held-out rows: their own head by {c['own']} of {c['own'] + c['federated']} clients, the "
+            f"federated head with their class shares by {c['federated']}; default: {c['default']}"
+        )
     if summary.get("personal"):
         text += f"\n{UNADJUSTED}"
     if summary.get("privacy"):

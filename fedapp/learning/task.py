@@ -65,6 +65,7 @@ class Task:
     confusion : whether they measure confusion matrices too.
     privacy : what the run states of what leaves the client, or None.
     extras : what else a node or a method needs, by name: `public` images (P, H, W, channels) uint8, `classes` (names),
+        `groups` (n,) numbers of training rows that belong together,
         `body` (SHA-256 of the pretrained body that the samples are features of).
     """
 

@@ -324,12 +324,13 @@ class OwnData:
     ----------
     rows : images (n, ...) as in a `Dataset` and labels (n,) int64 of `train`, `test` and, if it has any, `validation`.
     classes : the federation's class names.
-    inputs : how the images are normalised.
+    inputs : how the images are normalised.   groups : of the training rows (n,), or None; see `Dataset`.
     """
 
     rows: Mapping[str, tuple[Samples, NDArray[np.int64]]]
     classes: tuple[str, ...]
     inputs: InputSpec
+    groups: NDArray[np.int64] | None = None
 
 
 def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
@@ -414,7 +415,8 @@ def _read(place: Path, classes: tuple[str, ...] | None, settings: DataSettings) 
     how = "none" if data.about and settings.normalise == "auto" else settings.normalise
     inputs = simulated.fitted(inputs, taken["train"][0], how)
     labelled = {part: (x, table[y]) for part, (x, y) in taken.items()}
-    return OwnData(labelled, classes or data.classes, inputs)
+    groups = None if data.groups is None else data.groups[mine.clients[0].train]
+    return OwnData(labelled, classes or data.classes, inputs, groups)
 
 
 def node_task(config: RunConfig, node: Node, device: torch.device, images: int = partitions.UNION) -> Task:
@@ -438,6 +440,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
         inputs = simulated.with_weights(config, data.inputs)
         public = node_images(config, data.inputs)
         extras: dict[str, Any] = {} if public is None else {"public": torch.from_numpy(public).to(device)}
+        extras |= {} if data.groups is None else {"groups": data.groups}
         rows = {part: simulated.on_device(taken, device) for part, taken in data.rows.items()}
         task = simulated.assemble(config, node.client, len(data.classes), inputs, rows, extras)
         classes = data.classes

@@ -420,6 +420,8 @@ def simulated_task(
     parts = ("train", "test", "validation") if config.data.validation else ("train", "test")
     rows = {part: data.tensors(part, client, device) for part in parts}
     extras: dict[str, Any] = {} if data.public is None else {"public": data.public_tensor(device)}
+    if data.dataset.groups is not None:
+        extras["groups"] = data.dataset.groups[data.partition.clients[client].train]
     task = assemble(config, client, data.dataset.num_classes, data.inputs_of(client), rows, extras)
     x_union, y_union = data.union(images, device)
     return replace(task, x_union=x_union, y_union=y_union)
