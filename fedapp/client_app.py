@@ -223,18 +223,19 @@ class Handlers:
 
     def of(self, stage: str) -> Handler:
         """Return the handler of a kind of message, with the steps around it."""
-        client = self.client
-        steps: list[Step] = [claimed(client, stage, self.context.run_id)]
+        client, privacy, bound = self.client, self.client.task.privacy, self.config.robustness.clip_update
+        steps: list[Step] = []
         if self.config.secure.secure_sum:
-            steps.insert(0, secure_sum(client, functools.partial(secrets_of, self.context, self.config)))
-        if stage == "register":
-            return around(self.register, steps)
-        steps.append(released_numbers(client))
-        if stage == "train":
-            return around(self.train, [*steps, bounded_update(client, self.config.robustness.clip_update)])
-        if stage == "evaluate":
-            return around(self.evaluate, steps)
-        return around(functools.partial(self.query, stage.removeprefix("query.")), steps)
+            steps.append(secure_sum(client, functools.partial(secrets_of, self.context, self.config)))
+        if process.real_node():
+            steps.append(claimed(client, stage, self.context.run_id))
+        if privacy is not None and stage != "register":
+            steps.append(released_numbers(client))
+        if stage == "train" and (bound or (privacy is not None and privacy.unit == "client")):
+            steps.append(bounded_update(client, bound))
+        query = functools.partial(self.query, stage.removeprefix("query."))
+        found = {"register": self.register, "train": self.train, "evaluate": self.evaluate}.get(stage, query)
+        return around(found, steps)
 
     def register(self, request: RoundRequest, payload: Payload) -> Outcome:
         """Return what the client states about itself, after a check of all that it would refuse later."""

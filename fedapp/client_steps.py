@@ -35,18 +35,15 @@ class Outcome:
 
 
 Handler: TypeAlias = Callable[[RoundRequest, Payload], Outcome]
-Step: TypeAlias = Callable[[RoundRequest, Payload, Handler], Outcome]
+Step: TypeAlias = Callable[..., Outcome]
+"""Called with a request, a payload and `call_next`, the handler within."""
 
 
 def around(handler: Handler, steps: Sequence[Step]) -> Handler:
     """Return a handler with steps around it; the first step is the outermost."""
     for step in reversed(steps):
-        handler = functools.partial(_called, step, handler)
+        handler = functools.partial(step, call_next=handler)
     return handler
-
-
-def _called(step: Step, call_next: Handler, request: RoundRequest, payload: Payload) -> Outcome:
-    return step(request, payload, call_next)
 
 
 def claimed(client: FedClient, stage: str, flower: int) -> Step:
@@ -56,7 +53,7 @@ def claimed(client: FedClient, stage: str, flower: int) -> Step:
     """
 
     def step(request: RoundRequest, payload: Payload, call_next: Handler) -> Outcome:
-        if client.store is None or not process.real_node() or request.unseen:
+        if client.store is None or request.unseen:
             return call_next(request, payload)
         if stage == "register":
             claim.check(client.store.folder, client.store.run)
@@ -74,8 +71,6 @@ def bounded_update(client: FedClient, bound: float) -> Step:
         outcome = call_next(request, payload)
         if client.releaser is not None and client.releaser.privacy.unit == "client":
             return replace(outcome, arrays=private_update(outcome.arrays, client.reference, client.releaser))
-        if not bound:
-            return outcome
         arrays, norm = clip_update(outcome.arrays, client.reference, bound)
         return replace(outcome, arrays=arrays, numbers={**outcome.numbers, "update-clipped": int(norm > bound)})
 
@@ -83,7 +78,7 @@ def bounded_update(client: FedClient, bound: float) -> Step:
 
 
 def released_numbers(client: FedClient) -> Step:
-    """Keep the numbers that may leave: with `dp` those of the ledger, and in a simulation also exact scores.
+    """Keep the numbers that may leave in a run with `dp`: those of the ledger, and in a simulation also exact scores.
 
     Raises
     ------
@@ -100,9 +95,9 @@ def released_numbers(client: FedClient) -> Step:
 def _shown(client: FedClient, arrays: Arrays, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
     releaser = client.releaser
     if releaser is None:
-        if client.task.privacy is not None and arrays:
+        if arrays:
             raise RuntimeError("dp is on, and nothing that noises is there: nothing is sent")
-        return {} if client.task.privacy is not None and process.real_node() else numbers
+        return {} if process.real_node() else numbers
     if releaser.privacy.sgd and not set(arrays) <= set(client.up_names()):
         raise RuntimeError(f"{client.method.id} would send more than the trained model: nothing is sent")
     if arrays and not releaser.done and not client.released:

@@ -22,6 +22,7 @@ from fedapp.results import report
 from fedapp.results.figures import Gallery, gallery
 from fedapp.tracking import following
 from fedapp.transport.cohort import Cohort
+from fedapp.transport.traffic import Exchange
 from tests import recorder
 
 torch.set_num_threads(1)
@@ -153,9 +154,9 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reply]]:
     seen: list[tuple[str, Reply]] = []
     original = Cohort.send_and_receive
 
-    def send_and_receive(self: Cohort, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
-        for reply in original(self, kind, *args, **kwargs):
-            seen.append((kind, reply))
+    def send_and_receive(self: Cohort, exchange: Exchange, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+        for reply in original(self, exchange, *args, **kwargs):
+            seen.append((exchange.stage, reply))
             yield reply
 
     monkeypatch.setattr(Cohort, "send_and_receive", send_and_receive)

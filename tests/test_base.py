@@ -18,12 +18,13 @@ from fedapp.core.averages import RunningMean
 from fedapp.federation import loop
 from fedapp.federation.hook import Hooks, Setup
 from fedapp.federation.hooks.scores import PeriodicEvaluation, UnseenClients
-from fedapp.federation.participants import Exchange, Outcome, Participants, Progress
+from fedapp.federation.participants import Outcome, Participants, Progress
 from fedapp.learning.state import ClientStore, DamagedError
 from fedapp.learning.training import BETAS
 from fedapp.method import BaseHParams, Payload, Reply, ServerState
 from fedapp.transport.ledger import StateLedger
 from fedapp.transport.request import RoundRequest
+from fedapp.transport.traffic import Exchange
 from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.lgfedavg import METHOD as LGFEDAVG

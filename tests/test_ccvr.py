@@ -39,6 +39,7 @@ from fedapp.results.predict import read_model
 from fedapp.results.runs import read_run
 from fedapp.tasks import simulated as tasks
 from fedapp.transport.cohort import Cohort
+from fedapp.transport.traffic import Exchange
 from reproduction.figures.models import global_model
 from strategies.ccvr import CCVR, retrain
 from tests import handmade
@@ -288,9 +289,9 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Reply]]:
     seen: dict[str, list[Reply]] = {}
     original = Cohort.send_and_receive
 
-    def send_and_receive(self: Cohort, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
-        for reply in original(self, kind, *args, **kwargs):
-            seen.setdefault(kind, []).append(reply)
+    def send_and_receive(self: Cohort, exchange: Exchange, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+        for reply in original(self, exchange, *args, **kwargs):
+            seen.setdefault(exchange.stage, []).append(reply)
             yield reply
 
     monkeypatch.setattr(Cohort, "send_and_receive", send_and_receive)
@@ -329,11 +330,11 @@ def test_answers_are_pooled_one_by_one(cov: str, tmp_path: Path, monkeypatch: py
     """Whatever the number of clients, no more than the last two answers are in memory."""
     original, most = Cohort.send_and_receive, []
 
-    def send_and_receive(self: Cohort, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+    def send_and_receive(self: Cohort, exchange: Exchange, *args: Any, **kwargs: Any) -> Iterator[Reply]:
         seen: list[weakref.ref[Reply]] = []
-        for reply in original(self, kind, *args, **kwargs):
+        for reply in original(self, exchange, *args, **kwargs):
             seen.append(weakref.ref(reply))
-            if kind.startswith("query"):
+            if exchange.kind.startswith("query"):
                 most.append(sum(ref() is not None for ref in seen))
             yield reply
 

@@ -45,7 +45,7 @@ from fedapp.transport.local_grid import FIRST_NODE, LocalGrid, _identify
 from fedapp.transport.nodes import NodeCohort
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_records, sealed
 from fedapp.transport.request import RoundRequest
-from fedapp.transport.traffic import Traffic
+from fedapp.transport.traffic import Exchange
 from fedapp.transport.virtual import Member, VirtualCohort
 from tests.handmade import exchange
 from tests.liars import Forge, Lie, federate, forged, often
@@ -701,9 +701,9 @@ def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.Monkey
     manager = NodeCohort(grid, exchange(min_replies=0.5), RoundRequest(), lambda e: None)
     manager.gather(4)
     reply = make_message(message(honest()).metadata, error=Error(boundary.UNREADABLE, "its reply is no message"))
-    traffic = Traffic()
-    assert manager._checked(reply, CONTRACT, 1, lambda r: None, traffic, 0) is None
-    assert 1 in manager.offences.blocked and traffic.dropped[0].reason == "its reply is no message"
+    under_way = Exchange("train", 1)
+    assert manager._checked(reply, CONTRACT, under_way, lambda r: None, 0) is None
+    assert 1 in manager.offences.blocked and under_way.dropped[0].reason == "its reply is no message"
     with pytest.raises(BadRequest, match="its reply is no message"):
         manager._registration(1001, reply)
 
@@ -714,11 +714,9 @@ def test_no_client_says_how_much_it_may_send(clients: int) -> None:
     grid: Any = LocalGrid(app, flat.to_flat(), clients)
     manager = NodeCohort(grid, exchange(), RoundRequest(), lambda e: None)
     manager.gather(clients)
-    width = manager._widths()
-    before = [width(c) for c in range(clients)]
+    before = manager._widths(range(clients))
     manager.facts[0]["width"] = 1 << 24
-    width = manager._widths()
-    assert [width(c) for c in range(clients)] == before
+    assert manager._widths(range(clients)) == before
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------

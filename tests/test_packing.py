@@ -11,7 +11,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import Error, Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from fedapp.client_app import App
+from fedapp.client_app import packing
 from fedapp.method import Payload
 from fedapp.transport.local_grid import _identify
 from fedapp.transport.packing import ALIGNED, OWN, PACKED, SHARED, apart, pack, unpack
@@ -95,18 +95,17 @@ def test_a_message_without_arrays_is_marked_and_an_error_stays_one() -> None:
     assert not empty.content.array_records and empty.content.config_records[REQUEST]["round"] == 3
 
 
-def test_a_node_answers_in_the_form_in_which_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_answers_in_the_form_in_which_it_was_asked() -> None:
     seen = []
 
-    def answer(self: App, message: Message, context: Any) -> Message:
+    def answer(message: Message, context: Any) -> Message:
         seen.append(set(message.content.array_records))
         return Message(message.content, reply_to=message)
 
-    monkeypatch.setattr("flwr.clientapp.ClientApp.__call__", answer)
     [plain], [sent] = messages({}), messages({})
     pack([sent])
     for message, form in ((plain, "arrays"), (sent, PACKED)):
-        assert set(App()(message, None).content.array_records) == {form}  # type: ignore[arg-type]
+        assert set(packing(message, None, answer).content.array_records) == {form}  # type: ignore[arg-type]
     assert seen == [{"arrays"}, {"arrays"}]
 
 

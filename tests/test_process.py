@@ -19,7 +19,7 @@ from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.traffic import RoundFailed
-from fedapp.transport.validation import reason_of
+from fedapp.transport.validation import failure
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.00 GiB"
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -117,7 +117,7 @@ def test_what_a_client_app_raises_keeps_its_own_words() -> None:
     ask = Message(RecordDict(), 1, "train")
     ask.metadata.__dict__["_message_id"] = "1"
     words = "<class 'ray.exceptions.RayTaskError(ClientAppException)'>:<'boom'>"
-    assert reason_of(Message(Error(code=2, reason=words), reply_to=ask)) == words
+    assert failure(Message(Error(code=2, reason=words), reply_to=ask)).reason == words
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak cannot be reset elsewhere")

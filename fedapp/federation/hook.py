@@ -13,13 +13,13 @@ from typing import Any, ClassVar, TypeVar
 
 from fedapp.config import RunConfig
 from fedapp.federation.central import CentralTest
-from fedapp.federation.participants import Exchange, Observer, Outcome, Participants, Progress
+from fedapp.federation.participants import Observer, Outcome, Participants, Progress
 from fedapp.method import ClientInfo, Method, Reply, ServerState
 from fedapp.reduce.reader import Check
 from fedapp.results.directory import RunDirectory
 from fedapp.tasks.scoring import Scoring
 from fedapp.transport.request import RoundRequest
-from fedapp.transport.traffic import Spoiled
+from fedapp.transport.traffic import Exchange, Spoiled
 from strategies.base import Strategy
 
 

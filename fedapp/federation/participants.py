@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fedapp import sampling
 from fedapp.federation.releases import released
@@ -20,7 +19,7 @@ from fedapp.transport.ledger import digests_of
 from fedapp.transport.offences import Dropped
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.secure import SecureSums
-from fedapp.transport.traffic import Traffic
+from fedapp.transport.traffic import Exchange
 from strategies.base import Strategy
 
 
@@ -37,33 +36,6 @@ class Progress:
     round: int
     state: ServerState
     clients: Mapping[int, tuple[str, bool]] = field(default_factory=dict)
-
-
-@dataclass
-class Exchange:
-    """One exchange of messages; iterating it yields the good replies and records their numbers.
-
-    Attributes
-    ----------
-    kind : `train`, `evaluate`, `final`, `unseen`, `prepare` or `query.<kind>`.
-    metrics : the numbers of each client whose reply was accepted, by client id, with `num-examples`.
-    row, rows : its row of the tables, and those of its clients, once they are written.
-    """
-
-    kind: str
-    round: int
-    replies: Iterator[Reply] = field(default_factory=lambda: iter(()))
-    traffic: Traffic = field(default_factory=Traffic)
-    metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
-    seconds: float = 0.0
-    row: dict[str, Any] = field(default_factory=dict)
-    rows: dict[int, dict[str, float]] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[Reply]:
-        for reply in self.replies:
-            for single in reply.singles:
-                self.metrics[single.client] = {**single.metrics, "bytes-up": single.bytes_up}
-            yield reply
 
 
 @dataclass
@@ -205,7 +177,7 @@ class Participants:
             name = type(self.strategy).__name__
             raise RuntimeError(f"{name}.aggregate left replies unread: it must read all of them")
         self.require(exchange)
-        exchange.traffic.dropped[:0], self.pending, self.back = self.pending, [], 0
+        exchange.dropped[:0], self.pending, self.back = self.pending, [], 0
         exchange.seconds = time.perf_counter() - self._began
 
     def accept(self, at: Progress, outcome: Outcome) -> Progress:
@@ -218,7 +190,7 @@ class Participants:
 
     def require(self, exchange: Exchange) -> None:
         """Raise `RoundFailed` or `Spoiled` unless enough of the replies count."""
-        self.manager.require(exchange.traffic, exchange.round)
+        self.manager.require(exchange)
 
     def wait_for(self, exchange: Exchange, replies: Iterable[Reply]) -> list[Reply]:
         """Return all replies of an exchange, after the check that enough of them count."""
@@ -240,7 +212,6 @@ class Participants:
 
             exchange.replies = self._replies(exchange, payloads, {}, at.state, checks, request)
             yield from exchange
-            exchange.seconds = exchange.traffic.seconds
             self.require(exchange)
             self.hooks.after_query(exchange)
 
@@ -270,14 +241,10 @@ class Participants:
         ids = list(given)
         for start in range(0, len(ids), MOST_EVALUATED):
             payloads = self.strategy.send_each(state, number, ids[start : start + MOST_EVALUATED])
-            exchange.replies = self.manager.send_and_receive(
-                "evaluate", exchange.round, payloads, {}, no_arrays, exchange.traffic, given
-            )
-            for _ in exchange:
+            for _ in self.manager.send_and_receive(exchange, payloads, {}, no_arrays, given):
                 pass
-        exchange.seconds = exchange.traffic.seconds
         self.require(exchange)
-        exchange.traffic.dropped[:0], self.pending = self.pending, []
+        exchange.dropped[:0], self.pending = self.pending, []
         self.hooks.after_evaluation(exchange)
         return exchange
 
@@ -291,14 +258,14 @@ class Participants:
         request: RoundRequest,
     ) -> Iterator[Reply]:
         """Send messages and yield the good replies, or with secure sums the one reply that stands for all of them."""
-        strategy, kind, number, secure = self.strategy, exchange.kind, exchange.round, self.secure
-        check, traffic, initial = checks(strategy.checker(state, kind)), exchange.traffic, strategy.context.initial
+        strategy, kind, secure = self.strategy, exchange.kind, self.secure
+        check, initial = checks(strategy.checker(state, kind)), strategy.context.initial
         sums = strategy.method.sums(strategy.hparams) if secure else None
         template = {n: initial[n] for n in expected} | strategy.reader.further(kind, state) if sums else {}
         if secure is None or sums is None or not template:
-            return self.manager.send_and_receive(kind, number, payloads, expected, check, traffic, request)
+            return self.manager.send_and_receive(exchange, payloads, expected, check, request)
         noise = released(strategy.reader, kind, template)
-        return secure.exchange(kind, number, payloads, sums, template, check, traffic, request, noise)
+        return secure.exchange(exchange, payloads, sums, template, check, request, noise)
 
 
 def stored(folder: Path, server_round: int) -> Progress:

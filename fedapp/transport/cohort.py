@@ -21,7 +21,7 @@ import math
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -41,18 +41,20 @@ from fedapp.transport.boundary import (
     FAILED,
     IMPOSSIBLE,
     Contract,
+    Good,
     Refused,
     Registration,
     grade,
+    read,
     read_registration,
 )
 from fedapp.transport.channel import Answers, Batches, Channel, Event, Sender, in_order
 from fedapp.transport.ledger import StateLedger
 from fedapp.transport.offences import Blocked, Dropped, Offences
-from fedapp.transport.records import Encoder, Part, Records, parts, sealed, together
+from fedapp.transport.records import Encoder, Part, parts, sealed, together
 from fedapp.transport.request import RoundRequest
-from fedapp.transport.traffic import RoundFailed, Traffic, needed_replies
-from fedapp.transport.validation import Raw, Shapes, Validation, answer_of, last_line, reason_of, refusal
+from fedapp.transport.traffic import Exchange, RoundFailed, needed_replies
+from fedapp.transport.validation import Raw, Shapes, Validation, failure, last_line, problem_of
 
 NOTHING: Raw = MappingProxyType({})
 
@@ -117,6 +119,7 @@ class Cohort(ABC):
         self._left_out: dict[int, str] = {}  # why, by node
         self._moved: set[int] = set()  # nodes, in a simulation clients, that answered as another client
         self._expected = 0
+        self._lasted: dict[str, float] = {}  # seconds of the last exchange by type of message
 
     # ---- who is there --------------------------------------------------------------------------------------------
 
@@ -187,7 +190,7 @@ class Cohort(ABC):
     def _registration(self, node: int, reply: Message) -> Registration:
         """Return a client's registration; raise `BadRequest` with the reason if it cannot take part."""
         if reply.has_error():
-            reason = reason_of(reply)
+            reason = failure(reply).reason
             self._note_error(0, -1, "register", reason)
             raise BadRequest(f"a client cannot take part: {last_line(reason)}")
         registration = read_registration(reply)
@@ -226,14 +229,13 @@ class Cohort(ABC):
     def _message(self, content: RecordDict, batch: Sequence[int], kind: str, server_round: int, most: int) -> Message:
         """Return a message to clients whose reply may have `most` bytes."""
 
-    @abstractmethod
     def _answers(self, kind: str, batches: Batches, send: Sender, limit: float, at_once: int, most: int) -> Answers:
         """Send messages and yield the answers as they arrive; see :meth:`Channel.answers`."""
+        return self.channel.answers(batches, send, limit, at_once, most)
 
-    def _widths(self) -> Callable[[int], int]:
-        """Return a function that gives the width of representations that bounds the size of a client's reply."""
-        width = int(lower_median([int(facts["width"]) for facts in self.facts.values()]))
-        return lambda client: width
+    def _widths(self, ids: Sequence[int]) -> dict[int, int]:
+        """Return by client the width of representations that bounds the size of its reply."""
+        return dict.fromkeys(ids, int(lower_median([int(facts["width"]) for facts in self.facts.values()])))
 
     @abstractmethod
     def _of_another(self, client: int) -> str:
@@ -241,120 +243,109 @@ class Cohort(ABC):
 
     def send_and_receive(
         self,
-        kind: str,
-        server_round: int,
+        exchange: Exchange,
         payloads: Iterable[tuple[int, Payload]],
         expected: Shapes,
         check: Check,
-        traffic: Traffic,
         request: RoundRequest | Mapping[int, RoundRequest],
         raw: Raw = NOTHING,
     ) -> Iterator[Reply]:
         """Send messages to clients and yield the good replies in the order of the client ids.
 
         A reply is held back until the replies of all lower ids have arrived or failed, so that sums are added up in the
-        same order, no matter which client ends first. Afterwards `traffic` says which clients got a message, answered
-        or were dropped.
+        same order, no matter which client ends first. The exchange records which clients got a message, answered or
+        were dropped.
 
         Parameters
         ----------
-        server_round : the round that records and errors name.   expected : shapes of the model's arrays in a reply.
-        check : of the method.
+        expected : shapes of the model's arrays in a reply.   check : of the method.
         request : to all clients, or by client. A client restores the state that it had before the round of its request.
         raw : with secure sums, see `Contract.raw`.
         """
-        started = time.perf_counter()
-        given = dict(payloads)
-        ids = sorted(given)
-        traffic.messaged.extend(ids)
-        groups = _groups(given)
+        started, kind = time.perf_counter(), exchange.stage
+        given = dict(payloads)  # each is let go when its message is made
+        ids, groups = sorted(given), _groups(given)
+        exchange.messaged.extend(ids)
         bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
         bytes_each += sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in raw.values())
         batches, at_once = self._batches(kind, ids, bytes_each)
-        width, allowed = self._widths(), self.validation.further_bytes
-        further = {c: allowed(kind, self.infos[c], width(c), expected) for c in ids}
-        most = FACTS_SIZE + bytes_each + max(further.values(), default=0)
+        contracts = self._contracts(kind, ids, expected, raw)
+        most = FACTS_SIZE + bytes_each + max((c.further_bytes for c in contracts.values()), default=0)
         limit = self._limit(kind) * max(map(len, batches), default=1)
-        encoded = self._encoded(given, request, traffic)
+        encoder = Encoder(self.settings.wire_dtype, self.in_turn)  # it keeps what it has encoded for several clients
 
         def message(batch: Sequence[int]) -> Message:
-            return self._message(encoded(batch), batch, kind, server_round, most)
+            records = {}
+            for client in batch:
+                asked = request if isinstance(request, RoundRequest) else request[client]
+                records[client], size = encoder.records(given.pop(client), self.ledger.request(client, asked))
+                exchange.down += size
+            content = together(records) if len(batch) > 1 else sealed(records[batch[0]])
+            return self._message(content, batch, kind, exchange.round, most)
 
         def arriving() -> Iterator[tuple[int, Reply | None]]:
             arrivals = itertools.count()
-            for client, part in _parted(self._answers(kind, batches, message, limit, at_once, most)):
-                info, tests = self.infos[client], int(self.facts[client].get("test-examples", -1))
-                contract = self.validation.contract(kind, info, tests, expected, raw, further[client])
-                yield client, self._checked(part, contract, server_round, check, traffic, next(arrivals))
+            for batch, answer in self._answers(kind, batches, message, limit, at_once, most):
+                several = {} if len(batch) == 1 or answer.has_error() else parts(answer.content)
+                for client in batch:
+                    part = several.get(client, answer)
+                    yield client, self._checked(part, contracts[client], exchange, check, next(arrivals))
 
         def unanswered(client: int) -> None:
             waited = time.perf_counter() - started
             seconds = limit if 0 < limit <= waited else round(waited)
-            self._drop(traffic, server_round, client, kind, f"no answer within {seconds:g} s")
+            self._drop(exchange, client, f"no answer within {seconds:g} s")
 
         yield from in_order(ids, arriving(), unanswered)
-        for offence in self.offences.judge(traffic.bad, groups, traffic.answered if kind == "train" else ()):
+        exchange.metrics = dict(sorted(exchange.metrics.items()))
+        for offence in self.offences.judge(exchange.bad, groups, exchange.metrics if kind == "train" else ()):
             self._block(offence, "values out of range too often: ")
-        traffic.seconds += time.perf_counter() - started
+        self._lasted[kind] = time.perf_counter() - started
+        exchange.seconds += self._lasted[kind]
 
-    def _encoded(
-        self, given: dict[int, Payload], request: RoundRequest | Mapping[int, RoundRequest], traffic: Traffic
-    ) -> Callable[[Sequence[int]], RecordDict]:
-        """Return a function that encodes the content of a message to clients; their payloads are then let go."""
-        encoder = Encoder(self.settings.wire_dtype, self.in_turn)  # it keeps what it has encoded for several clients
-
-        def records(client: int) -> Records:
-            asked = request if isinstance(request, RoundRequest) else request[client]
-            found, size = encoder.records(given.pop(client), self.ledger.request(client, asked))
-            traffic.down += size
-            return found
-
-        return lambda batch: sealed(records(batch[0])) if len(batch) == 1 else together({c: records(c) for c in batch})
+    def _contracts(self, kind: str, ids: Sequence[int], expected: Shapes, raw: Raw) -> dict[int, Contract]:
+        """Return the contract of each client's reply."""
+        widths, infos, contract = self._widths(ids), self.infos, self.validation.contract
+        tests = {c: int(self.facts[c].get("test-examples", -1)) for c in ids}
+        return {c: contract(kind, infos[c], tests[c], expected, raw, widths[c]) for c in ids}
 
     def _checked(
-        self, message: Message | Part, contract: Contract, server_round: int, check: Check, traffic: Traffic,
-        arrival: int,
-    ) -> Reply | None:  # fmt: skip
+        self, message: Message | Part, contract: Contract, exchange: Exchange, check: Check, arrival: int
+    ) -> Reply | None:
         """Return a reply that counts, or None: then its reason is recorded. Nothing that a client sends is raised."""
-        client, stage = contract.client, contract.kind
-        got = answer_of(message, contract)
-        if isinstance(got, Refused):
-            if got.offence == FAILED:
-                self._note_error(server_round, client, stage, got.reason)
-                traffic.diverged += FloatingPointError.__name__ in last_line(got.reason)
-            offence = self._of_another(client) if got.offence == ANOTHER else got.offence
-            self._drop(traffic, server_round, client, stage, last_line(got.reason), offence)
-            return None
-        count = int(got.metrics["num-examples"])
-        reply = Reply(client, count, got.arrays, got.metrics, got.size, stage, arrival)
-        if problem := self.ledger.problem(client, got.info):
-            refused: Refused | None = Refused(problem, grade(problem))
-        else:
-            refused = refusal(reply, check)
-        if refused:
-            self._drop(traffic, server_round, client, stage, refused.reason, refused.offence)
-            return None
-        self.ledger.note(client, got.info, got.metrics)
-        traffic.answered.append(client)
-        traffic.up += got.size
-        return reply
+        client = contract.client
+        got = failure(message) if isinstance(message, Message) and message.has_error() else read(message, contract)
+        if isinstance(got, Good):
+            count = int(got.metrics["num-examples"])
+            reply = Reply(client, count, got.arrays, got.metrics, got.size, contract.kind, arrival)
+            problem = self.ledger.problem(client, got.info) or problem_of(reply, check)
+            if not problem:
+                self.ledger.note(client, got.info, got.metrics)
+                exchange.metrics[client] = {**got.metrics, "bytes-up": got.size}
+                exchange.up += got.size
+                return reply
+            got = Refused(problem, grade(problem))
+        elif got.offence == FAILED:
+            self._note_error(exchange.round, client, contract.kind, got.reason)
+            exchange.diverged += FloatingPointError.__name__ in last_line(got.reason)
+        offence = self._of_another(client) if got.offence == ANOTHER else got.offence
+        self._drop(exchange, client, last_line(got.reason), offence)
+        return None
 
     # ---- replies that do not count -------------------------------------------------------------------------------
 
-    def _drop(
-        self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str, offence: str = FAILED
-    ) -> None:
-        dropped = Dropped(server_round, client, stage, one_line(reason))
-        traffic.dropped.append(dropped)
+    def _drop(self, exchange: Exchange, client: int, reason: str, offence: str = FAILED, stage: str = "") -> None:
+        dropped = Dropped(exchange.round, client, stage or exchange.stage, one_line(reason))
+        exchange.dropped.append(dropped)
         self.event({"kind": "dropped", **dropped.as_dict()})
         if offence == BAD:
-            traffic.bad.append(dropped)
+            exchange.bad.append(dropped)
         elif offence == IMPOSSIBLE:
             self._block(dropped)
 
-    def refuse(self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str) -> None:
+    def refuse(self, exchange: Exchange, client: int, reason: str, stage: str) -> None:
         """Record a reply that our own client code cannot produce, and block its client."""
-        self._drop(traffic, server_round, client, stage, reason, IMPOSSIBLE)
+        self._drop(exchange, client, reason, IMPOSSIBLE, stage)
 
     def _block(self, offence: Dropped, why: str = "") -> None:
         """Send a client no more messages in this run, and leave its node alone."""
@@ -371,24 +362,16 @@ class Cohort(ABC):
             self.first_error = {**where, "message": last_line(text), "traceback": text}
             self.event({"kind": "client-error", **self.first_error})
 
-    def require(self, traffic: Traffic, server_round: int) -> None:
+    def require(self, exchange: Exchange) -> None:
         """Raise `RoundFailed` unless there were enough good replies, and enough clients are not blocked."""
-        traffic.require(needed_replies(self.settings.min_replies, len(traffic.messaged)), server_round)
+        exchange.require(needed_replies(self.settings.min_replies, len(exchange.messaged)))
         if len(self.nodes) < self.fewest():
             blocked = "; ".join(f"client {c}: {b.reason}" for c, b in list(self.offences.blocked.items())[:5])
             raise RoundFailed(
-                f"round {server_round}: {len(self.nodes)} clients are left, and the run needs {self.fewest()} "
+                f"round {exchange.round}: {len(self.nodes)} clients are left, and the run needs {self.fewest()} "
                 f"(min-clients); blocked are {blocked}",
-                server_round,
+                exchange.round,
             )
-
-
-def _parted(answers: Answers) -> Iterator[tuple[int, Message | Part]]:
-    """Yield the answer of each client of a message."""
-    for batch, answer in answers:
-        several = {} if len(batch) == 1 or answer.has_error() else parts(answer.content)
-        for client in batch:
-            yield client, several.get(client, answer)
 
 
 def _groups(payloads: Mapping[int, Payload]) -> dict[int, Any]:

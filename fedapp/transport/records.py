@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import io
 import json
-import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping
@@ -39,13 +38,6 @@ def most_of(group: str) -> int:
     """Return how many bytes the reply to a message can have, or 0 where its group does not say it."""
     most = group.partition(" ")[2]
     return int(most) if most.isascii() and most.isdigit() and len(most) < 19 else 0
-
-
-def _narrow(array: Array, wire_dtype: str) -> Array:
-    """Return a float32 array in half precision if `wire_dtype` is `fp16`; every other array as it is."""
-    if wire_dtype == "fp16" and array.dtype == np.float32:
-        return array.astype(np.float16)
-    return array
 
 
 class _Shared(FlowerArray):
@@ -90,28 +82,28 @@ class _Stored(NamedTuple):
         return self.get, (self.reference,)
 
 
-def encoded(array: Array, wire_dtype: str, kind: type[FlowerArray] = FlowerArray) -> FlowerArray:
-    """Return an array for a message: the bytes of `numpy.save`, put together in one copy."""
-    array = _plain(array, wire_dtype)
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    return kind(str(array.dtype), array.shape, "numpy.ndarray", b"".join((header.getvalue(), array.data)))
+def encoded(array: Array, wire_dtype: str, kind: type[FlowerArray] = FlowerArray, lend: bool = False) -> FlowerArray:
+    """Return an array for a message: the bytes of `numpy.save`, put together in one copy.
 
-
-def lent(array: Array, wire_dtype: str) -> FlowerArray:
-    """Return an array for Ray to take to another process: the numbers where they are, without a header of their own."""
-    array = _plain(array, wire_dtype)
-    found = _Shared.__new__(_Shared)  # the constructor of Flower's takes bytes alone
-    data = array.reshape(-1).view(np.uint8).data.toreadonly()
-    found.__dict__.update(dtype=str(array.dtype), shape=array.shape, stype="numpy.ndarray", data=data)
-    return found
-
-
-def _plain(array: Array, wire_dtype: str) -> Array:
-    array = np.asarray(_narrow(array, wire_dtype), order="C")
+    Parameters
+    ----------
+    wire_dtype : `fp16` sends a float32 array in half precision.
+    lend : for Ray, which takes it to another process: the numbers where they are, without a header of their own.
+    """
+    if wire_dtype == "fp16" and array.dtype == np.float32:
+        array = array.astype(np.float16)
+    array = np.asarray(array, order="C")
     if array.dtype.hasobject:
         raise TypeError("an array of Python objects cannot be sent")
-    return array
+    if lend:
+        data: Any = array.reshape(-1).view(np.uint8).data.toreadonly()
+    else:
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+        data = b"".join((header.getvalue(), array.data))
+    found = kind.__new__(kind)  # the constructor takes bytes alone
+    found.__dict__.update(dtype=str(array.dtype), shape=array.shape, stype="numpy.ndarray", data=data)
+    return found
 
 
 def recorded(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
@@ -120,15 +112,6 @@ def recorded(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
     for name, array in arrays.items():
         record[name] = array
     return record
-
-
-def _view(array: FlowerArray) -> Array:
-    """Return an array that cannot be written, where the message has its numbers; its header counts as checked."""
-    dtype, size = np.dtype(array.dtype), math.prod(array.shape)
-    if not size:
-        return np.empty(array.shape, dtype)
-    data = memoryview(array.data)
-    return np.frombuffer(data, dtype, offset=len(data) - size * dtype.itemsize).reshape(array.shape)
 
 
 class Encoder:
@@ -144,20 +127,16 @@ class Encoder:
         self.shared = shared
         self._known: dict[int, tuple[Array, FlowerArray]] = {}
 
-    def common(self, array: Array) -> FlowerArray:
-        """Encode an array that several clients get, once per object."""
-        # The array itself is kept beside its id: an id is given out again once its object is gone.
-        found = self._known.get(id(array))
-        if found is None or found[0] is not array:
-            found = (array, encoded(array, self.wire_dtype, _Common if self.shared else FlowerArray))
-            self._known[id(array)] = found
-        return found[1]
-
     def arrays(self, payload: Payload) -> dict[str, FlowerArray]:
-        """Encode the arrays of a payload by name, those for several clients first."""
+        """Encode the arrays of a payload by name, those for several clients first and once per object."""
+        for array in payload.common.values():
+            # The array itself is kept with its id: an id is given out again once its object is gone.
+            if id(array) not in self._known or self._known[id(array)][0] is not array:
+                common = encoded(array, self.wire_dtype, _Common if self.shared else FlowerArray)
+                self._known[id(array)] = array, common
         kind = _Shared if self.shared else FlowerArray
         own = {name: encoded(a, self.wire_dtype, kind) for name, a in payload.arrays.items()}
-        return {name: self.common(a) for name, a in payload.common.items()} | own
+        return {name: self._known[id(a)][1] for name, a in payload.common.items()} | own
 
     def content(self, payload: Payload, request: RoundRequest) -> tuple[RecordDict, int]:
         """Return the content of a message, and the bytes of its arrays as they are sent."""
@@ -186,11 +165,15 @@ def arrays_of(record: Mapping[str, FlowerArray], casts: str = "{}", checked: boo
     checked : headers and sizes are known to be right: the arrays stay where they are and cannot be written.
     """
     back: dict[str, str] = json.loads(casts)
-    if checked:
-        arrays = {name: _view(value) for name, value in record.items()}
-    else:
+    arrays: Arrays = {}
+    for name, sent in record.items():
         # What are no bytes has come through Ray from a process of the same simulation, or in a pack from the server.
-        arrays = {n: v.numpy() if isinstance(v.data, bytes) else _view(v).copy() for n, v in record.items()}
+        if isinstance(sent.data, bytes) and not checked:
+            arrays[name] = sent.numpy()
+        else:
+            dtype, data = np.dtype(sent.dtype), memoryview(sent.data)
+            numbers = np.frombuffer(data[len(data) - wire_bytes(sent) :], dtype)
+            arrays[name] = numbers.reshape(sent.shape) if checked else numbers.reshape(sent.shape).copy()
     return {name: a.astype(back[name]) if name in back else a for name, a in arrays.items()}
 
 
@@ -279,7 +262,7 @@ def reply_records(
     ----------
     lend : Ray takes the reply to another process, from where the arrays are. Until then nobody may change them.
     """
-    sent = {name: (lent if lend else encoded)(a, wire_dtype) for name, a in arrays.items()}
+    sent = {n: encoded(a, wire_dtype, _Shared if lend else FlowerArray, lend) for n, a in arrays.items()}
     casts = {n: str(a.dtype) for n, a in arrays.items() if str(a.dtype) != sent[n].dtype}
     numbers = {k: _number(v) for k, v in metrics.items()}
     if odd := next((k for k, v in info.items() if not isinstance(v, (bool, int, float, str))), None):

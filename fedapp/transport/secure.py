@@ -22,14 +22,16 @@ go to the clients of the first one, and a round that is repeated goes to those w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedapp.core import masks
 from fedapp.core.privacy import Float64, Privacy, step_of
@@ -52,9 +54,11 @@ from fedapp.method import Array, Arrays, Payload, Reply, Scalar, Sums
 from fedapp.transport.cohort import Cohort
 from fedapp.transport.identity import PROOF, Identity, unproved
 from fedapp.transport.request import RoundRequest
-from fedapp.transport.traffic import RoundFailed, Traffic
+from fedapp.transport.traffic import Exchange, RoundFailed
 from fedapp.transport.validation import Raw
 
+Ask: TypeAlias = Callable[[str, Mapping[int, Payload], Raw], Iterator[Reply]]
+"""Sends the messages of one stage and yields the replies; the last value is the form of a reply."""
 PREFIX = "secure/"
 KEYS, PROOFS, IDS, DIGEST, SHARES, HIDDEN, CODES = (
     PREFIX + n for n in ("keys", "proofs", "ids", "digest", "shares", "hidden", "codes")
@@ -289,17 +293,15 @@ class SecureSums:
 
     def exchange(
         self,
-        kind: str,
-        server_round: int,
+        exchange: Exchange,
         payloads: Iterable[tuple[int, Payload]],
         sums: Sums,
         template: Mapping[str, Array],
         check: Callable[[Reply], str | None],
-        traffic: Traffic,
         request: RoundRequest,
         released: Released | None = None,
     ) -> Iterator[Reply]:
-        """Send one message to each client and yield one reply in place of all that arrived.
+        """Send one message to each client and yield one reply that stands for all that arrived.
 
         Parameters
         ----------
@@ -312,118 +314,136 @@ class SecureSums:
         RoundFailed : fewer than t clients or than `min-replies` are left, a sum of the same numbers over more clients
             was opened before, the shares do not open the sum, or it cannot be one of replies.
         """
-        started, given = time.perf_counter(), dict(payloads)
-        name = QUESTIONS if kind.startswith("query.") else f"{kind} {server_round}"
+        started, given, kind = time.perf_counter(), dict(payloads), exchange.kind
+        name = QUESTIONS if kind.startswith("query.") else f"{kind} {exchange.round}"
         before = self._before(name)
         if before is not None:
             given = {c: p for c, p in given.items() if c in before}
-            self._all_of(before, given, server_round, traffic)
-        traffic.messaged.extend(sorted(given))
+            self._all_of(before, given, exchange)
+        exchange.messaged.extend(sorted(given))
+        ask = functools.partial(self._ask, exchange, request)
+        self._ask_for_keys(exchange, ask, given)
+        collector = self._ask_for_shares(exchange, ask, [c for c in given if c in self.keys])
+        self.share = noise_share(len(collector.ids), collector.threshold, self.colluders)
+        shapes = {NOISED: (released.size,)} if released else shapes_of(template, sums)
+        size = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
+        messages = {c: self._with_shares(given.pop(c), collector, c) for c in sorted(collector.offers)}
+        members = []
+        for reply in ask(kind, messages, {HIDDEN: ("uint64", (size,))}):
+            collector.add(reply.client, reply.arrays[HIDDEN])
+            members.append(dataclasses.replace(reply, arrays={}))
+        self._blame(exchange, collector.offers, collector)
+        self._enough(exchange, len(members), len(collector.ids))
+        # All that could end the round is asked before the sum is opened: a round that is repeated has another one.
+        self.cohort.require(exchange)
+        if before is not None:
+            self._all_of(before, collector.summed, exchange)
+        self.opened.add(name, collector.summed)
+        total = masks.decode(self._open(exchange, ask, collector), shapes, 0 if released else masks.BITS)
+        count = sum(m.num_samples for m in members)
+        if released is None:
+            arrays = restored(total, sums, count if sums.weights == "samples" else len(members), template)
+        else:
+            step = step_of(released.size, released.sensitivity, released.privacy.noise * math.sqrt(self.share))
+            arrays = released.parts(total[NOISED] * step, len(members))
+        summed = Reply(-1, count, arrays, {}, exchange.up, kind, 0, tuple(members))
+        if problem := check(summed):
+            raise RoundFailed(f"round {exchange.round}: no replies have this sum: {problem}", exchange.round)
+        exchange.seconds = time.perf_counter() - started
+        yield summed
 
-        def ask(stage: str, messages: Mapping[int, Payload], raw: Raw) -> Iterator[Reply]:
-            part = Traffic()
-            yield from self.cohort.send_and_receive(
-                stage, server_round, messages.items(), {}, lambda reply: None, part, request, raw
-            )
-            traffic.down, traffic.up = traffic.down + part.down, traffic.up + part.up
-            traffic.dropped += part.dropped
-            traffic.bad += part.bad
-            traffic.diverged += part.diverged
-            if stage == kind:
-                traffic.answered += part.answered
+    def _ask(
+        self, exchange: Exchange, request: RoundRequest, stage: str, messages: Mapping[int, Payload], raw: Raw
+    ) -> Iterator[Reply]:
+        """Send the messages of one stage of an exchange and yield the replies; the exchange records them."""
+        part = Exchange(stage, exchange.round)
+        yield from self.cohort.send_and_receive(part, messages.items(), {}, lambda reply: None, request, raw)
+        exchange.down, exchange.up = exchange.down + part.down, exchange.up + part.up
+        exchange.dropped += part.dropped
+        exchange.bad += part.bad
+        exchange.diverged += part.diverged
+        if stage == exchange.kind:
+            exchange.metrics |= part.metrics
 
-        new = {c: Payload() for c in given if c not in self.keys}
+    def _ask_for_keys(self, exchange: Exchange, ask: Ask, clients: Iterable[int]) -> None:
+        """Ask clients that are new for their long-term keys."""
+        new = {c: Payload() for c in clients if c not in self.keys}
         wanted = {KEYS: ("uint8", (KEY,)), PROOFS: ("uint8", (PROOF,))}
         for reply in ask("query.keys", new, wanted) if new else ():
             key = reply.arrays[KEYS].tobytes()
             if not usable(key):
-                self.cohort.refuse(traffic, server_round, reply.client, "query.keys", "its public key is none")
+                self.cohort.refuse(exchange, reply.client, "its public key is none", "query.keys")
             elif self._owners.setdefault(key, reply.client) != reply.client:
                 text = f"its public key is client {self._owners[key]}'s"
-                self.cohort.refuse(traffic, server_round, reply.client, "query.keys", text)
+                self.cohort.refuse(exchange, reply.client, text, "query.keys")
             else:
                 self.keys[reply.client] = key, reply.arrays[PROOFS].tobytes()
-        ids = sorted(c for c in given if c in self.keys)
-        least = self._enough(server_round, len(ids), len(ids), traffic)
-        collector = Collector(f"{self.cohort.request.run}/{kind}/{os.urandom(16).hex()}", ids, least)
-        named: dict[str, Scalar] = {EXCHANGE: collector.tag}
+
+    def _ask_for_shares(self, exchange: Exchange, ask: Ask, clients: Iterable[int]) -> Collector:
+        """Ask clients for a key of this exchange and the encrypted shares of their secrets."""
+        ids = sorted(clients)
+        least = self._enough(exchange, len(ids), len(ids))
+        collector = Collector(f"{self.cohort.request.run}/{exchange.kind}/{os.urandom(16).hex()}", ids, least)
         everybody = {IDS: _numbers(ids)} | {
             name: np.stack([_bytes(self.keys[c][i]) for c in ids]) for i, name in enumerate((KEYS, PROOFS))
         }
         raw = {
             KEYS: ("uint8", (KEY,)), DIGEST: ("uint8", (KEY,)), SHARES: ("uint8", (len(ids), SEALED))
         }  # fmt: skip
+        named: dict[str, Scalar] = {EXCHANGE: collector.tag}
         for reply in ask("query.shares", {c: Payload(common=everybody, scalars=named) for c in ids}, raw):
             key, digest = reply.arrays[KEYS].tobytes(), reply.arrays[DIGEST].tobytes()
             if usable(key):
                 collector.offers[reply.client] = Offer(key, digest, reply.arrays[SHARES])
             else:
-                self.cohort.refuse(traffic, server_round, reply.client, "query.shares", "its public key is none")
-        self._blame(ids, len(ids) - least, server_round, traffic)
+                self.cohort.refuse(exchange, reply.client, "its public key is none", "query.shares")
+        self._blame(exchange, ids, collector)
         for client in set(ids) - set(collector.offers):
             self.keys.pop(client)  # a node that was restarted has another key
-        self._enough(server_round, len(collector.offers), len(ids), traffic)
+        self._enough(exchange, len(collector.offers), len(ids))
+        return collector
 
-        self.share = noise_share(len(ids), least, self.colluders)
-        shapes = {NOISED: (released.size,)} if released else shapes_of(template, sums)
-        size = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
-        messages = {c: self._with_shares(given.pop(c), collector, c, named) for c in sorted(collector.offers)}
-        members = []
-        for reply in ask(kind, messages, {HIDDEN: ("uint64", (size,))}):
-            collector.add(reply.client, reply.arrays[HIDDEN])
-            members.append(dataclasses.replace(reply, arrays={}))
-        self._blame(collector.offers, len(ids) - least, server_round, traffic)
-        self._enough(server_round, len(members), len(ids), traffic)
-        # All that could end the round is asked before the sum is opened: a round that is repeated has another one.
-        self.cohort.require(traffic, server_round)
-        if before is not None:
-            self._all_of(before, collector.summed, server_round, traffic)
-        self.opened.add(name, collector.summed)
+    def _open(self, exchange: Exchange, ask: Ask, collector: Collector) -> NDArray[np.uint64]:
+        """Let the clients agree on the members of the sum, and open it with their shares.
 
+        Raises
+        ------
+        RoundFailed : too few clients agree, or the shares do not open the sum.
+        """
+        named: dict[str, Scalar] = {EXCHANGE: collector.tag}
         left = {IDS: _numbers(sorted(collector.summed))}
         told = {c: Payload(common=left, scalars=named) for c in sorted(collector.summed)}
         form: Raw = {CODES: ("uint8", (len(told), KEY))}
         agreed = {r.client: r.arrays[CODES] for r in ask("query.agree", told, form)}
-        self._enough(server_round, len(agreed), len(ids), traffic)
+        self._enough(exchange, len(agreed), len(collector.ids))
         codes = {c: Payload({CODES: collector.codes(c, agreed)}, left, named) for c in sorted(agreed)}
         form = {SHARES: ("uint8", (len(collector.offers), SHARE))}
         shares = {r.client: r.arrays[SHARES] for r in ask("query.unmask", codes, form)}
         try:
-            total = masks.decode(collector.open(shares), shapes, 0 if released else masks.BITS)
+            total = collector.open(shares)
         except Unopened as e:
             # One false holder can do this where the shares of two more than t are not there: then nobody is blocked.
-            for client in e.clients if len(shares) >= least + 2 else ():
+            for client in e.clients if len(shares) >= collector.threshold + 2 else ():
                 text = "the others' shares do not give the secret that it said they were of"
-                self.cohort.refuse(traffic, server_round, client, "query.unmask", text)
-            raise RoundFailed(f"round {server_round}: the sum cannot be opened: {e}", server_round) from e
-        self._judge(collector, server_round, traffic)
-        count = sum(m.num_samples for m in members)
-        weight = count if sums.weights == "samples" else len(members)
-        if released is None:
-            arrays = restored(total, sums, weight, template)
-        else:
-            step = step_of(released.size, released.sensitivity, released.privacy.noise * math.sqrt(self.share))
-            arrays = released.parts(total[NOISED] * step, len(members))
-        summed = Reply(-1, count, arrays, {}, traffic.up, kind, 0, tuple(members))
-        if problem := check(summed):
-            raise RoundFailed(f"round {server_round}: no replies have this sum: {problem}", server_round)
-        traffic.seconds = time.perf_counter() - started
-        yield summed
+                self.cohort.refuse(exchange, client, text, "query.unmask")
+            raise RoundFailed(f"round {exchange.round}: the sum cannot be opened: {e}", exchange.round) from e
+        self._judge(exchange, collector)
+        return total
 
-    def _blame(self, asked: Collection[int], spare: int, server_round: int, traffic: Traffic) -> None:
+    def _blame(self, exchange: Exchange, asked: Collection[int], collector: Collector) -> None:
         """Block whom more clients say to have sent false shares, or a key without a proof, than may drop out.
 
         At least two must say so. Who says so is gone, whoever of the two lies; so many could end the round anyway.
         """
         told: Counter[int] = Counter()
-        for text in {d.client: d.reason for d in traffic.dropped if d.client in asked}.values():
+        for text in {d.client: d.reason for d in exchange.dropped if d.client in asked}.values():
             told.update((blamed(text) | unproved(text)) & set(asked) - self.cohort.offences.blocked.keys())
         for client, times in sorted(told.items()):
-            if times > max(1, spare):
+            if times > max(1, len(collector.ids) - collector.threshold):
                 text = f"{times} clients could not open the shares that it sent them, or check its key"
-                self.cohort.refuse(traffic, server_round, client, "query.shares", text)
+                self.cohort.refuse(exchange, client, text, "query.shares")
 
-    def _judge(self, collector: Collector, server_round: int, traffic: Traffic) -> None:
+    def _judge(self, exchange: Exchange, collector: Collector) -> None:
         """Warn of shares that do not fit, naming both sides; block a holder that is false for most clients' secrets."""
         against: dict[int, list[int]] = {}
         for client, holder in sorted(collector.disputes):
@@ -431,10 +451,10 @@ class SecureSums:
         for holder, clients in against.items():
             if 2 * len(clients) > len(collector.offers):
                 text = f"its shares of {len(clients)} clients' secrets are not those it was given"
-                self.cohort.refuse(traffic, server_round, holder, "query.unmask", text)
+                self.cohort.refuse(exchange, holder, text, "query.unmask")
                 continue
             named = ", ".join(map(str, clients[:20]))
-            text = f"round {server_round}: either client {named} gave client {holder} a false share of a secret, or "
+            text = f"round {exchange.round}: either client {named} gave client {holder} a false share of a secret, or "
             text += f"client {holder} opened one; the sum was opened without it, and nobody is blocked"
             self.cohort.event({"kind": "warning", "text": text})
 
@@ -444,34 +464,34 @@ class SecureSums:
         return None if found is None else set(found) - self.cohort.offences.blocked.keys()
 
     @staticmethod
-    def _all_of(before: Collection[int], there: Collection[int], server_round: int, traffic: Traffic) -> None:
+    def _all_of(before: Collection[int], there: Collection[int], exchange: Exchange) -> None:
         """Raise `RoundFailed` unless all clients of a sum that was opened before are there."""
         missing = sorted(set(before) - set(there))
         if missing:
             named = ", ".join(map(str, missing[:20]))
-            reasons = "".join(f"; client {d.client}: {d.reason}" for d in traffic.dropped[:5])
+            reasons = "".join(f"; client {d.client}: {d.reason}" for d in exchange.dropped[:5])
             raise RoundFailed(
-                f"round {server_round}: a sum of the same numbers with client {named} was opened before, and one "
+                f"round {exchange.round}: a sum of the same numbers with client {named} was opened before, and one "
                 f"without would show that client's own: resume the run when all are back{reasons}",
-                server_round,
+                exchange.round,
             )
 
-    def _enough(self, server_round: int, left: int, asked: int, traffic: Traffic) -> int:
+    def _enough(self, exchange: Exchange, left: int, asked: int) -> int:
         """Return t for so many clients that were asked, of whom so many are left."""
         least = threshold(asked, self.dropout)
         problem = flaw(asked, least, self.colluders)
         if left < least or problem:
-            text = f"round {server_round}: {left} of {asked} clients are left, and a secure sum needs {least}"
-            reasons = "; ".join(f"client {d.client}: {d.reason}" for d in traffic.dropped[:5])
+            text = f"round {exchange.round}: {left} of {asked} clients are left, and a secure sum needs {least}"
+            reasons = "; ".join(f"client {d.client}: {d.reason}" for d in exchange.dropped[:5])
             found = "; ".join(part for part in (problem, reasons) if part)
-            raise RoundFailed(f"{text} ({found})" if found else text, server_round)
+            raise RoundFailed(f"{text} ({found})" if found else text, exchange.round)
         return least
 
     @staticmethod
-    def _with_shares(payload: Payload, collector: Collector, client: int, named: Mapping[str, Scalar]) -> Payload:
+    def _with_shares(payload: Payload, collector: Collector, client: int) -> Payload:
         others, sealed = collector.inbox(client)
         arrays = {**payload.arrays, IDS: _numbers(others), SHARES: sealed}
-        return Payload(arrays, payload.common, {**payload.scalars, **named})
+        return Payload(arrays, payload.common, {**payload.scalars, EXCHANGE: collector.tag})
 
 
 def _numbers(ids: Sequence[int]) -> Array:

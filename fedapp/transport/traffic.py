@@ -1,11 +1,13 @@
-"""The record of an exchange (bytes, answers, replies that do not count), and the failure of a round."""
+"""One exchange of messages (its replies, bytes and dropped replies), and the failure of a round."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from fedapp.method import Reply
 from fedapp.transport.offences import Dropped
 
 
@@ -33,34 +35,55 @@ class Spoiled(RoundFailed):
 
 
 @dataclass
-class Traffic:
-    """Traffic of one exchange: bytes of arrays on the wire, summed over clients, and who answered or was dropped.
+class Exchange:
+    """One exchange of messages; iterating it yields the replies that count.
 
-    `bad` are those of the dropped whose values were out of range; `diverged` those whose training gave NaN.
+    Attributes
+    ----------
+    kind : `train`, `evaluate`, `final`, `unseen`, `prepare` or `query.<kind>`.   round : for records and errors.
+    replies : yields the replies that count.   messaged : the clients that got a message.
+    metrics : by client id, the numbers of each reply that counts, with `num-examples` and `bytes-up`.
+    down, up : bytes of arrays on the wire, summed over clients.
+    dropped : replies that do not count.   bad : those of them with values out of range.
+    diverged : number of those whose training gave NaN.
+    row, rows : its row of the tables, and those of its clients, once they are written.
     """
 
+    kind: str
+    round: int
+    replies: Iterator[Reply] = field(default_factory=lambda: iter(()))
     messaged: list[int] = field(default_factory=list)
-    answered: list[int] = field(default_factory=list)
+    metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     down: int = 0
     up: int = 0
     dropped: list[Dropped] = field(default_factory=list)
     bad: list[Dropped] = field(default_factory=list)
     diverged: int = 0
     seconds: float = 0.0
+    row: dict[str, Any] = field(default_factory=dict)
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)
 
-    def require(self, needed: int, server_round: int) -> None:
+    def __iter__(self) -> Iterator[Reply]:
+        return self.replies
+
+    @property
+    def stage(self) -> str:
+        """The type of its messages."""
+        return "evaluate" if self.kind in ("final", "unseen") else self.kind
+
+    def require(self, needed: int) -> None:
         """Raise `RoundFailed` unless there were so many good replies."""
-        if len(self.answered) >= needed:
+        if len(self.metrics) >= needed:
             return
         reasons = "; ".join(f"client {d.client}: {d.reason}" for d in self.dropped[:5])
         more = f" and {len(self.dropped) - 5} more" if len(self.dropped) > 5 else ""
         text = (
-            f"round {server_round}: {len(self.answered)} good replies of {len(self.messaged)}, "
+            f"round {self.round}: {len(self.metrics)} good replies of {len(self.messaged)}, "
             f"min-replies asks for {needed} ({reasons}{more})"
         )
-        if len(self.answered) + len(self.bad) + self.diverged >= needed:
-            raise Spoiled(text, server_round, self.dropped)
-        raise RoundFailed(text, server_round)
+        if len(self.metrics) + len(self.bad) + self.diverged >= needed:
+            raise Spoiled(text, self.round, self.dropped)
+        raise RoundFailed(text, self.round)
 
 
 def needed_replies(share: float, messages: int) -> int:

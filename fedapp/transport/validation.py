@@ -10,8 +10,7 @@ from flwr.app import Message
 from fedapp import process
 from fedapp.method import ClientInfo, Method, Reply
 from fedapp.reduce.reader import Check
-from fedapp.transport.boundary import FAILED, IMPOSSIBLE, LARGE, UNREADABLE, Contract, Good, Refused, grade, read
-from fedapp.transport.records import Part
+from fedapp.transport.boundary import FAILED, IMPOSSIBLE, LARGE, UNREADABLE, Contract, Refused
 from fedapp.transport.request import WITHOUT_DATA
 
 EXTRA_BYTES = 64 << 20
@@ -50,29 +49,22 @@ class Validation:
         self.method: Method | None = None
         self.wire_dtype, self.max_abs, self.metrics, self.scored = wire_dtype, max_abs, metrics, scored
 
-    def further_bytes(self, kind: str, info: ClientInfo, width: int, expected: Shapes) -> int:
-        """Return the largest size in bytes of a client's further arrays, those outside the model.
-
-        Parameters
-        ----------
-        width : of the representations; where methods ask for them, all clients have one width.
-        """
-        if kind == "evaluate" or (self.method is not None and not self.method.extra_up):
-            return 0
-        # One matrix per class is the most that any method asks for; a query for features asks for all of them.
-        most = EXTRA_BYTES + 4 * info.num_classes * width * (width + 1) + 16 * sum(map(math.prod, expected.values()))
-        return most + (8 * info.num_samples * (width + 1) if kind == "query.features" else 0)
-
-    def contract(self, kind: str, info: ClientInfo, tests: int, expected: Shapes, raw: Raw, further: int) -> Contract:
+    def contract(self, kind: str, info: ClientInfo, tests: int, expected: Shapes, raw: Raw, width: int) -> Contract:
         """Return the contract of a client's reply: the server's own model, and the further arrays of the method.
 
         Parameters
         ----------
-        tests : test samples that the client stated, -1 = not stated.   further : see `further_bytes`.
+        tests : test samples that the client stated, -1 = not stated.
+        width : of the representations; where methods ask for them, all clients have one width.
         """
-        method, asked = self.method, self.metrics
+        method, asked, further = self.method, self.metrics, 0
         allowed = (lambda name: kind != "evaluate" and method.allows(name)) if method else lambda name: True
         known = (lambda name: True) if asked is None or method is None else asked.union(method.numbers).__contains__
+        if kind != "evaluate" and (method is None or method.extra_up):
+            # One matrix per class is the most that any method asks for; a query for features asks for all of them.
+            matrices = 4 * info.num_classes * width * (width + 1)
+            further = EXTRA_BYTES + matrices + 16 * sum(map(math.prod, expected.values()))
+            further += 8 * info.num_samples * (width + 1) if kind == "query.features" else 0
         return Contract(
             info.client, kind, method.id if method else "the method", expected,
             (lambda name: False) if raw else allowed, further, 0 if kind in WITHOUT_DATA else info.num_samples,
@@ -80,31 +72,23 @@ class Validation:
         )  # fmt: skip
 
 
-def answer_of(message: Message | Part, contract: Contract) -> Good | Refused:
-    """Return what a reply holds, or why it does not count; an error reply is refused with its text."""
-    if isinstance(message, Message) and message.has_error():
-        return Refused(reason_of(message), IMPOSSIBLE if message.error.code == UNREADABLE else FAILED)
-    return read(message, contract)
-
-
-def refusal(reply: Reply, check: Check) -> Refused | None:
-    """Return why a method's own check refuses a reply, or None. What it did not foresee is a refusal too."""
+def problem_of(reply: Reply, check: Check) -> str | None:
+    """Return why a method's own check refuses a reply, or None. What it did not foresee is a problem too."""
     try:
-        problem = check(reply)
+        return check(reply)
     except Exception as e:  # a method's own check is no boundary
-        problem = f"the reply cannot be read: {type(e).__name__}: {e}"
-    return Refused(problem, grade(problem)) if problem else None
+        return f"the reply cannot be read: {type(e).__name__}: {e}"
 
 
-def reason_of(message: Message) -> str:
-    """Return the text of an error reply; if a Ray worker died, a last line says so and what to do."""
+def failure(message: Message) -> Refused:
+    """Return why an error reply does not count; if a Ray worker died, a last line says so and what to do."""
     error = message.error
     reason = str(error.reason or f"error code {error.code}")
-    if not any(f"ray.exceptions.{name}" in reason for name in WORKER_DIED):
-        return reason
-    sure = any(words in reason for words in ("OutOfMemoryError", "running low on memory", "memory usage threshold"))
-    cause = "memory ran out" if sure else "most often because memory ran out"
-    return f"{reason}\nthe client's worker process was killed ({cause}): lower batch-size, or {process.FEWER}"
+    if any(f"ray.exceptions.{name}" in reason for name in WORKER_DIED):
+        sure = any(words in reason for words in ("OutOfMemoryError", "running low on memory", "memory usage threshold"))
+        cause = "memory ran out" if sure else "most often because memory ran out"
+        reason += f"\nthe client's worker process was killed ({cause}): lower batch-size, or {process.FEWER}"
+    return Refused(reason, IMPOSSIBLE if error.code == UNREADABLE else FAILED)
 
 
 def last_line(text: str) -> str:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from fedapp.errors import BadRequest, counted, one_line
 from fedapp.method import ClientInfo, Method, Payload
 from fedapp.transport.agreement import majority, within_models
 from fedapp.transport.boundary import FAILED, IMPOSSIBLE, Registration
-from fedapp.transport.channel import Answers, Batches, Sender
 from fedapp.transport.cohort import Cohort
 from fedapp.transport.records import Encoder, group_of
 from fedapp.transport.request import RoundRequest
@@ -148,7 +147,6 @@ class VirtualCohort(Cohort):
         self._hosts: list[int] = []  # the nodes, each of which runs any client
         self._asked: list[int] = []  # the clients that were asked who they are
         self._turn = itertools.count()
-        self._lasted: dict[str, float] = {}  # seconds of the last exchange by kind
 
     # ---- who is there --------------------------------------------------------------------------------------------
 
@@ -299,13 +297,8 @@ class VirtualCohort(Cohort):
         # Clients take turns, so their messages do not expire.
         return Message(content, self._host(batch), kind, group_id=group_of(server_round))
 
-    def _answers(self, kind: str, batches: Batches, send: Sender, limit: float, at_once: int, most: int) -> Answers:
-        started = time.perf_counter()
-        yield from self.channel.answers(batches, send, limit, at_once, most)
-        self._lasted[kind] = time.perf_counter() - started
-
-    def _widths(self) -> Callable[[int], int]:
-        return lambda client: int(self.facts[client]["width"])
+    def _widths(self, ids: Sequence[int]) -> dict[int, int]:
+        return {c: int(self.facts[c]["width"]) for c in ids}
 
     def _of_another(self, client: int) -> str:
         """Return the grade of a reply in the name of another client; nodes run any client and do not register again."""

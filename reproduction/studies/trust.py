@@ -26,7 +26,7 @@ from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.engines import local
 from fedapp.federation.hooks import soundness
-from fedapp.transport import boundary, validation
+from fedapp.transport import boundary, cohort
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.records import INFO, reply_of
 
@@ -78,7 +78,7 @@ class Checks:
     def __enter__(self) -> Checks:
         self._stack = contextlib.ExitStack()
         read, bounded = boundary.read, soundness.bounded
-        self._put(validation, "read", self.watch(read), trusting)
+        self._put(cohort, "read", self.watch(read), trusting)
         self._put(soundness, "flaw", self.watch(soundness.flaw), lambda *given: None)
         self._put(soundness, "longest", self.watch(soundness.longest), lambda *given: 0.0)
         self._put(soundness, "bounded", lambda *given: self.watch(bounded(*given)), lambda check, *given: check)

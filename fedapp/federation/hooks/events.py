@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fedapp.errors import counted
 from fedapp.federation.hook import Hook
-from fedapp.federation.participants import Exchange, Outcome, Progress
+from fedapp.federation.participants import Outcome, Progress
 from fedapp.results.directory import MOST_CURVES, TRACKED
+from fedapp.transport.traffic import Exchange
 
 
 class ProgressEvents(Hook):
@@ -19,7 +20,7 @@ class ProgressEvents(Hook):
 
     def after_query(self, exchange: Exchange) -> None:
         """Announce a query."""
-        clients = len(exchange.traffic.answered)
+        clients = len(exchange.metrics)
         self.run.tell({"kind": "asked", "what": exchange.kind, "clients": clients, "seconds": exchange.seconds})
 
     def after_evaluation(self, exchange: Exchange) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 
 from fedapp.core.robust import changes_bounded, needed
 from fedapp.federation.hook import Hook, Setup
-from fedapp.federation.participants import Exchange, Outcome, Progress, stored
+from fedapp.federation.participants import Outcome, Progress, stored
 from fedapp.learning.state import StateError
 from fedapp.method import Reply
 from fedapp.transport import checkpoint
-from fedapp.transport.traffic import RoundFailed, Spoiled
+from fedapp.transport.traffic import Exchange, RoundFailed, Spoiled
 
 TIMES = 2
 """Largest number of rollbacks in a run."""
@@ -152,7 +152,7 @@ class EnoughForRules(Hook):
             # A client that was blocked lies no more, so that the rule has fewer liars to bear.
             liars = max(0, self.asked_for.robust_f - len(cohort.manager.offences.blocked))
             least = needed(self.asked_for.averages, liars)
-            if (count := len(exchange.traffic.answered)) < least:
+            if (count := len(exchange.metrics)) < least:
                 raise RoundFailed(
                     f"round {exchange.round}: {count} good replies, and robust needs {least} "
                     f"against {liars} liars: raise min-replies, or lower robust-f",

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from fedapp.federation.hook import Hook, Setup
-from fedapp.federation.participants import Exchange, Outcome, Progress, stored
+from fedapp.federation.participants import Outcome, Progress, stored
 from fedapp.method import ServerState
 from fedapp.transport import checkpoint
 from fedapp.transport.request import RoundRequest
-from fedapp.transport.traffic import Spoiled
+from fedapp.transport.traffic import Exchange, Spoiled
 
 SELECTED = "selected"
 """Folder of the server's state after the round that validation images have chosen so far."""

@@ -8,11 +8,12 @@ from typing import Any
 
 from fedapp.config import RunConfig
 from fedapp.federation.hook import Hook, Setup
-from fedapp.federation.participants import Exchange, Outcome, Progress
+from fedapp.federation.participants import Outcome, Progress
 from fedapp.learning.evaluation import column
 from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.method import Method, Scored
 from fedapp.results.directory import NAME
+from fedapp.transport.traffic import Exchange
 
 
 class Tables(Hook):
@@ -34,7 +35,7 @@ class Tables(Hook):
 
     def after_round(self, at: Progress, outcome: Outcome) -> None:
         """Write the rows of a round; name the clients that began again, and a void round."""
-        run, exchange, traffic = self.run, outcome.exchange, outcome.exchange.traffic
+        run, exchange = self.run, outcome.exchange
         protocols = protocols_of(run.config, run.method, "train")
         further = (*run.method.columns, *(("restarted",) if run.config.storage.lost_state == "restart" else ()))
         metrics, validation = sorted(exchange.metrics.items()), run.config.data.validation > 0
@@ -45,9 +46,9 @@ class Tables(Hook):
             scores = run.central.score(at.state)
             row["global_accuracy"] = scores.accuracy if scores else math.nan
             row["global_loss"] = scores.loss if scores else math.nan
-        row["bytes_up"] = traffic.up / max(1, len(traffic.answered))
-        row["bytes_down"] = traffic.down / max(1, len(traffic.messaged))
-        row["dropped"] = len(traffic.dropped)
+        row["bytes_up"] = exchange.up / max(1, len(rows))
+        row["bytes_down"] = exchange.down / max(1, len(exchange.messaged))
+        row["dropped"] = len(exchange.dropped)
         row["void"] = int(bool(outcome.void))
         row["round_seconds"] = exchange.seconds
         row["train_seconds"] = mean(r["train_seconds"] for r in rows.values())
@@ -55,7 +56,7 @@ class Tables(Hook):
         self.run.directory.append("rounds.csv", row)
         found = ({"round": at.round, **self.named(client), **columns} for client, columns in rows.items())
         self.run.directory.append("clients.csv", *found)
-        self.run.directory.dropped(exchange.traffic.dropped)
+        self.run.directory.dropped(exchange.dropped)
         for client in (c for c, r in rows.items() if r.get("restarted") == 1):
             run.warn(f"client {client} began anew in round {at.round}, because its stored state was lost")
         if outcome.void:
@@ -63,8 +64,8 @@ class Tables(Hook):
 
     def after_query(self, exchange: Exchange) -> None:
         """Note the size of an answer."""
-        self.bytes_up[exchange.kind] = exchange.traffic.up / max(1, len(exchange.traffic.answered))
-        self.run.directory.dropped(exchange.traffic.dropped)
+        self.bytes_up[exchange.kind] = exchange.up / max(1, len(exchange.metrics))
+        self.run.directory.dropped(exchange.dropped)
 
     def after_evaluation(self, exchange: Exchange) -> None:
         """Write `final.csv` or `unseen.csv` after the last round, else a row of `evaluations.csv`."""
@@ -75,7 +76,7 @@ class Tables(Hook):
         exchange.rows = rows = {c: client_row(m, protocols, validation, scores=scores) for c, m in metrics}
         summary = summarise(rows.values(), protocols, scores=scores, most=self.most())
         # A resumed run repeats an evaluation that has no row, and its dropped replies.
-        directory.dropped(exchange.traffic.dropped)
+        directory.dropped(exchange.dropped)
         if kind == "evaluate":
             exchange.row = {"round": exchange.round, "clients": len(rows), **summary}
             exchange.row["evaluate_seconds"] = exchange.seconds

@@ -10,10 +10,11 @@ from typing import Any
 
 from fedapp.errors import counted
 from fedapp.federation.hook import Hook, Setup
-from fedapp.federation.participants import Exchange, Outcome, Progress
+from fedapp.federation.participants import Outcome, Progress
 from fedapp.learning.state import write_safetensors
 from fedapp.method import Arrays, ServerState
 from fedapp.transport import checkpoint
+from fedapp.transport.traffic import Exchange
 from strategies._maths import Maths
 
 
