@@ -26,7 +26,7 @@ from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from fedapp.learning.state import StateError, write_safetensors
 from fedapp.results.runs import read_run
-from fedapp.transport import boundary, checkpoint
+from fedapp.transport import boundary, checkpoint, delivery
 from fedapp.transport.boundary import Good, Refused, Registration
 from fedapp.transport.records import ARRAYS, INFO, METRICS
 from tests.test_hostile import CONTRACT, FP16, honest, message, pieces_of, registration
@@ -104,7 +104,7 @@ def pieces(kind: str, edits: Any, cut: int, raw: bytes) -> None:
     def change(of: str, body: bytes) -> bytes:
         return body if of != kind else raw if cut % 4 == 0 else edited(body, edits, cut)
 
-    for reply in boundary.arrived(pieces_of(honest(), change), ["asked"], 1 << 20):
+    for reply in delivery.arrived(pieces_of(honest(), change), ["asked"], 1 << 20):
         assert isinstance(boundary.read(reply, CONTRACT), (Good, Refused))
         assert isinstance(boundary.read_registration(reply), (Registration, Refused))
 

@@ -39,7 +39,7 @@ from fedapp.errors import BadRequest
 from fedapp.federation import server_model
 from fedapp.learning.state import read_safetensors
 from fedapp.results.runs import RunResult
-from fedapp.transport import boundary, checkpoint, nodes, packing, records, roster, validation
+from fedapp.transport import boundary, checkpoint, delivery, nodes, packing, records, roster, validation
 from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, Refused, Registration
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid, _identify
 from fedapp.transport.nodes import NodeCohort
@@ -404,13 +404,13 @@ def packed(content: RecordDict, change: Callable[[bytes], bytes] = bytes) -> Rec
 
 def test_a_reply_comes_as_it_was_sent_and_answers_what_the_superlink_says() -> None:
     link = pieces_of(honest())
-    [got] = boundary.arrived(link, ["asked"], 1 << 20)
+    [got] = delivery.arrived(link, ["asked"], 1 << 20)
     assert got.metadata.reply_to_message_id == "asked", "not what the node wrote into it"
     assert isinstance(boundary.read(got, CONTRACT), Good) and link.confirmed == [got.metadata.message_id]
     _identify(1)
     failed = Message(Error(8, "boom"), reply_to=message(honest()))
     [piece] = [o.deflate() for o in get_all_nested_objects(failed).values()]
-    [got] = boundary.arrived(Link({get_object_id(piece): piece}, get_object_id(piece)), ["asked"], 1 << 20)
+    [got] = delivery.arrived(Link({get_object_id(piece): piece}, get_object_id(piece)), ["asked"], 1 << 20)
     assert got.error.reason == "boom" and got.metadata.reply_to_message_id == "asked"
 
 
@@ -420,27 +420,27 @@ def test_pieces_that_are_no_message_are_no_message(kind: str, body: bytes) -> No
     if (kind, body) in ((k, b"") for k in ("Message", "MetricRecord", "ConfigRecord")):
         return  # an empty one, which is read as such
     link = pieces_of(honest(), lambda k, b: body if k == kind else b)
-    [got] = boundary.arrived(link, ["asked"], 1 << 20)
-    assert got.error.code == boundary.UNREADABLE and "no message" in got.error.reason
+    [got] = delivery.arrived(link, ["asked"], 1 << 20)
+    assert got.error.code == delivery.UNREADABLE and "no message" in got.error.reason
     assert got.metadata.reply_to_message_id == "asked" and link.confirmed
 
 
 def test_a_reply_that_is_another_object_or_lacks_a_part_is_no_message() -> None:
     whole = pieces_of(honest())
     record = next(name for name, piece in whole.pieces.items() if piece.startswith(b"MetricRecord"))
-    [got] = boundary.arrived(Link(whole.pieces, record, []), ["asked"], 1 << 20)
-    assert got.error.code == boundary.UNREADABLE
+    [got] = delivery.arrived(Link(whole.pieces, record, []), ["asked"], 1 << 20)
+    assert got.error.code == delivery.UNREADABLE
     root = list(whole.pieces)[-1]
-    [got] = boundary.arrived(Link(whole.pieces, root, []), ["asked"], 1 << 20)
-    assert got.error.code == boundary.UNREADABLE, "the SuperLink was not told of what it consists of"
+    [got] = delivery.arrived(Link(whole.pieces, root, []), ["asked"], 1 << 20)
+    assert got.error.code == delivery.UNREADABLE, "the SuperLink was not told of what it consists of"
     del whole.pieces[record]
-    [got] = boundary.arrived(whole, ["asked"], 1 << 20)
+    [got] = delivery.arrived(whole, ["asked"], 1 << 20)
     assert got.error.code in nodes.GONE and "missing" in got.error.reason
 
 
 def test_a_packed_reply_comes_as_it_was_sent() -> None:
-    [plain] = boundary.arrived(pieces_of(honest()), ["asked"], 1 << 20)
-    [got] = boundary.arrived(pieces_of(packed(honest())), ["asked"], 1 << 20)
+    [plain] = delivery.arrived(pieces_of(honest()), ["asked"], 1 << 20)
+    [got] = delivery.arrived(pieces_of(packed(honest())), ["asked"], 1 << 20)
     one, other = boundary.read(plain, CONTRACT), boundary.read(got, CONTRACT)
     assert isinstance(one, Good) and isinstance(other, Good)
     assert one.metrics == other.metrics and one.info == other.info and one.size == other.size
@@ -501,9 +501,9 @@ def replaced(at: int, value: Any) -> Callable[[dict[str, Any]], Any]:
 def test_a_pack_that_is_none_is_no_message_and_one_of_wrong_arrays_is_refused(
     change: Callable[[bytes], bytes], said: str
 ) -> None:
-    [got] = boundary.arrived(pieces_of(packed(honest(), change)), ["asked"], 1 << 20)
+    [got] = delivery.arrived(pieces_of(packed(honest(), change)), ["asked"], 1 << 20)
     if got.has_error():
-        assert got.error.code == boundary.UNREADABLE and said in got.error.reason
+        assert got.error.code == delivery.UNREADABLE and said in got.error.reason
     else:
         refused = boundary.read(got, CONTRACT)
         assert isinstance(refused, Refused) and refused.offence == IMPOSSIBLE and said in refused.reason
@@ -519,8 +519,8 @@ def test_arrays_that_are_packed_twice_or_also_sent_plainly_are_no_message() -> N
     other.array_records[packing.PACKED]["third"] = record[packing.OWN]
     del other.array_records[packing.PACKED][packing.OWN]
     for content in (twice, both, other):
-        [got] = boundary.arrived(pieces_of(content), ["asked"], 1 << 20)
-        assert got.error.code == boundary.UNREADABLE and "twice" in got.error.reason
+        [got] = delivery.arrived(pieces_of(content), ["asked"], 1 << 20)
+        assert got.error.code == delivery.UNREADABLE and "twice" in got.error.reason
 
 
 class Several(HttpGrid):
@@ -597,21 +597,21 @@ def test_a_reply_that_is_not_complete_holds_up_nobody_and_ends_with_the_round() 
     grid.announce("to 1001", pieces_of(honest(**{"train-loss": 0.75})), but=0)
     (first, good), (second, bad) = asked_of(grid, 1.0)
     assert first == 1 and isinstance(boundary.read(good, CONTRACT), Good)
-    assert second == 0 and bad.error.code == boundary.INCOMPLETE and time.monotonic() - started < 3
+    assert second == 0 and bad.error.code == delivery.INCOMPLETE and time.monotonic() - started < 3
 
 
 def test_a_reply_whose_pieces_come_later_is_read_then_and_each_piece_is_pulled_once() -> None:
-    grid, whole, coming = Several(), pieces_of(honest()), dict[str, boundary.Coming]()
+    grid, whole, coming = Several(), pieces_of(honest()), dict[str, delivery.Coming]()
     grid.announce("asked", whole)
     last = list(whole.pieces)[-1]
     late = grid.there.pop(last)
     for _ in range(3):
-        assert boundary.arrived(grid, ["asked"], 1 << 20, coming) == [] and list(coming) == ["asked"]
+        assert delivery.arrived(grid, ["asked"], 1 << 20, coming) == [] and list(coming) == ["asked"]
     assert grid.calls.count("PullMessages") == 1, "the SuperLink does not know the question any more"
     grid.there[last] = late
-    [got] = boundary.arrived(grid, ["asked"], 1 << 20, coming)
+    [got] = delivery.arrived(grid, ["asked"], 1 << 20, coming)
     assert isinstance(boundary.read(got, CONTRACT), Good) and not coming
-    boundary.arrived(grid, ["other"], 1 << 20, coming := {"asked": boundary.Coming(got.metadata, [])})
+    delivery.arrived(grid, ["other"], 1 << 20, coming := {"asked": delivery.Coming(got.metadata, [])})
     assert not coming, "nobody waits for it any more"
 
 
@@ -635,10 +635,10 @@ def test_a_superlink_that_fails_for_a_while_ends_no_run(monkeypatch: pytest.Monk
     grid = Several()
     grid.announce("asked", pieces_of(honest()))
     grid.fails = 3
-    [got] = boundary.arrived(grid, ["asked"], 1 << 20)
+    [got] = delivery.arrived(grid, ["asked"], 1 << 20)
     assert isinstance(boundary.read(got, CONTRACT), Good)
     grid.announce("asked", pieces_of(honest()))
-    coming: dict[str, boundary.Coming] = {}
+    coming: dict[str, delivery.Coming] = {}
     grid.fails, piece = 0, grid._piece
 
     def failing(request: Any) -> Any:
@@ -646,18 +646,18 @@ def test_a_superlink_that_fails_for_a_while_ends_no_run(monkeypatch: pytest.Monk
         return piece(request)
 
     grid._piece = failing  # type: ignore[method-assign]
-    assert boundary.arrived(grid, ["asked"], 1 << 20, coming) == [] and list(coming) == ["asked"]
-    monkeypatch.setattr(boundary, "AGAIN", 0.0)
+    assert delivery.arrived(grid, ["asked"], 1 << 20, coming) == [] and list(coming) == ["asked"]
+    monkeypatch.setattr(delivery, "AGAIN", 0.0)
     grid.fails = 10
     with pytest.raises(httpx.HTTPStatusError):
-        boundary.arrived(grid, ["other"], 1 << 20)
+        delivery.arrived(grid, ["other"], 1 << 20)
 
 
 def test_a_node_that_is_still_uploading_when_the_time_is_over_did_not_answer(tmp_path: Path) -> None:
     """It holds up nobody, so that a slow line is no offence, however often."""
 
     def late(stage: str, sent: Message) -> Message:
-        error = Error(boundary.INCOMPLETE, "a part of its reply is missing, and the time is over")
+        error = Error(delivery.INCOMPLETE, "a part of its reply is missing, and the time is over")
         return make_message(sent.metadata, error=error) if stage == "train" else sent
 
     run = federate(tmp_path / "run", [1], late, 4, method="fedamp", min_replies=0.5, rounds=5, **QUICK)
@@ -674,8 +674,8 @@ def test_a_class_of_a_simulation_is_no_part_of_a_message() -> None:
     with pytest.raises(UnexpectedObjectContentError):
         validate_object_content(ours)
     whole.pieces[name] = ours
-    [got] = boundary.arrived(whole, ["asked"], 1 << 20)
-    assert got.error.code == boundary.UNREADABLE
+    [got] = delivery.arrived(whole, ["asked"], 1 << 20)
+    assert got.error.code == delivery.UNREADABLE
 
 
 def test_a_piece_that_is_said_to_occur_often_takes_no_memory() -> None:
@@ -684,14 +684,14 @@ def test_a_piece_that_is_said_to_occur_often_takes_no_memory() -> None:
     once, many = pieces_of(content, often(1)), pieces_of(content, often(1000))
     tracemalloc.start()
     try:
-        [got] = boundary.arrived(many, ["asked"], 8 << 20)
+        [got] = delivery.arrived(many, ["asked"], 8 << 20)
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert got.error.code == boundary.UNREADABLE and "more than 8388608 bytes" in got.error.reason and most < 8 << 20
-    assert not boundary.arrived(once, ["asked"], 8 << 20)[0].has_error()
-    [got] = boundary.arrived(once, ["asked"], 1 << 19)
-    assert got.error.code == boundary.UNREADABLE and "its reply has more than" in got.error.reason
+    assert got.error.code == delivery.UNREADABLE and "more than 8388608 bytes" in got.error.reason and most < 8 << 20
+    assert not delivery.arrived(once, ["asked"], 8 << 20)[0].has_error()
+    [got] = delivery.arrived(once, ["asked"], 1 << 19)
+    assert got.error.code == delivery.UNREADABLE and "its reply has more than" in got.error.reason
 
 
 def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -700,7 +700,7 @@ def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.Monkey
     grid: Any = LocalGrid(app, flat.to_flat(), 4)
     manager = NodeCohort(grid, exchange(min_replies=0.5), RoundRequest(), lambda e: None)
     manager.gather(4)
-    reply = make_message(message(honest()).metadata, error=Error(boundary.UNREADABLE, "its reply is no message"))
+    reply = make_message(message(honest()).metadata, error=Error(delivery.UNREADABLE, "its reply is no message"))
     under_way = Exchange("train", 1)
     assert manager._checked(reply, CONTRACT, under_way, lambda r: None, 0) is None
     assert 1 in manager.offences.blocked and under_way.dropped[0].reason == "its reply is no message"

@@ -3,7 +3,7 @@
 `read` never raises. A reply comes back as `Good`, or as `Refused` with the reason, whatever was sent. What is expected
 follows from the server's own model, never from what a client says of itself: names, shapes, dtypes, sizes, and ranges
 of all numbers. Sizes are checked before anything is decoded, so that no header can make the server ask for memory.
-`arrived` does the same for the pieces in which a reply arrives from a real node.
+`delivery.arrived` does the same for the pieces in which a reply arrives from a real node.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ import io
 import json
 import math
 import re
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, Error, Message, Metadata
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord, Message
 
 from fedapp.errors import Impossible
 from fedapp.method import LARGEST, Arrays, ClientInfo
-from fedapp.transport.packing import pack, unpack
+from fedapp.transport.delivery import TEXT_MOST
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, Part, reply_of
 
 FAILED, BAD, IMPOSSIBLE, ANOTHER = "failed", "bad value", "impossible", "another client"
@@ -34,14 +30,6 @@ FAILED, BAD, IMPOSSIBLE, ANOTHER = "failed", "bad value", "impossible", "another
 as an honest client may send too when its model diverges; what no client code of ours can send; a reply in the name of
 another client, as from a node that was restarted with another id."""
 
-UNREADABLE = 4217
-"""Code of the error that stands for a reply whose pieces are no message. Flower's codes are small."""
-INCOMPLETE = 4218
-"""Code of the error that stands for a reply of which pieces never came."""
-LOOK = 5.0
-"""Seconds for which the pieces of one reply are pulled at a time, so that it does not hold up the others."""
-AGAIN = 60.0
-"""Seconds for which a call that the SuperLink fails to answer is tried again."""
 FACTS_SIZE = 16 << 20
 """Largest size of a reply without its arrays, in bytes."""
 NPY_HEADER = 256
@@ -50,8 +38,8 @@ NPY_ALIGNED = 64
 """NumPy fills up its headers to a multiple of so many bytes."""
 FURTHER, METRICS_MOST, LIST_MOST = 4096, 256, 65_536
 """Largest numbers of arrays beside the model's, of metrics, and of entries of one metric."""
-NAME_MOST, TEXT_MOST, INFO_MOST = 200, 4096, 16
-"""Largest lengths of a name and of a text, in characters, and number of facts."""
+NAME_MOST, INFO_MOST = 200, 16
+"""Largest length of a name, in characters, and number of facts."""
 COUNT_MOST = 10**9
 """Largest sample count, class id or class count."""
 LARGE = 1e4
@@ -146,176 +134,6 @@ class Refused:
     reason: str
     offence: str = IMPOSSIBLE
     who: str = ""
-
-
-@dataclass(frozen=True)
-class Coming:
-    """A reply that a node has announced: its head, the names of its pieces, and those that have come so far."""
-
-    metadata: Metadata
-    names: list[str]
-    pieces: dict[str, bytes] = field(default_factory=dict)
-
-
-def _real(grid: Grid) -> bool:
-    """Whether messages go to real nodes."""
-    return hasattr(type(grid), "_runtime_client")
-
-
-def push(grid: Grid, messages: list[Message]) -> list[str]:
-    """Send messages that belong together, to real nodes in few pieces; return their ids, empty where one failed."""
-    if _real(grid):
-        pack(messages)
-    return list(patiently(partial(grid.push_messages, messages)))
-
-
-def arrived(
-    grid: Grid, ids: Iterable[str], most: int, coming: dict[str, Coming] | None = None, last: bool = False
-) -> list[Message]:
-    """Return the replies that have come. What a node sent that is no message comes as an error, and is not raised.
-
-    From a real node a reply comes as many objects that name each other, and an array says which pieces it consists of.
-    Flower believes them: what it cannot read it raises, so that one node would end the run, and it repeats a piece as
-    often as it is told, so that a few bytes would fill the memory. It also takes from the message itself which question
-    it answers; here the SuperLink's word counts, which asked that node. And it waits for a piece that is missing, for
-    minutes, in which no other reply is read; here a reply waits in `coming` until it is complete.
-
-    Parameters
-    ----------
-    ids : of the messages that were sent.   most : largest size of one reply in bytes.
-    coming : replies of earlier calls that are not complete, by the id of the message that they answer. The SuperLink
-        hands out a reply once, complete or not.
-    last : nobody looks again: a reply that is not complete comes as an error too.
-    """
-    flower: Any = grid
-    if not _real(grid):
-        return list(grid.pull_messages(ids))  # from processes of the same simulation
-    from flwr.app.message import make_message
-    from flwr.common.serde_utils import metadata_from_proto
-    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
-    from flwr.proto.runtime_pb2 import PullAppMessagesRequest
-    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-    from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
-
-    client, node, run = flower._runtime_client, flower.node, flower.run.run_id
-    pull, found = make_pull_object_fn_protobuf(client.PullObject, node, run), []
-    asked, coming = set(ids), {} if coming is None else coming
-    for past in coming.keys() - asked:
-        del coming[past]
-    if new := asked - coming.keys():
-        answer = patiently(lambda: client.PullMessages(PullAppMessagesRequest(message_ids=new)))
-        for given, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
-            names = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
-            metadata = metadata_from_proto(given.metadata)
-            coming[metadata.reply_to_message_id] = Coming(metadata, list(names))
-    for question in list(coming):
-        reply = coming.pop(question)  # if it is not complete, its next turn is after all others
-        metadata, pieces, code, wrong = reply.metadata, reply.pieces, UNREADABLE, ""
-        content: dict[str, Any] = {}
-        try:
-            pull_objects([name for name in reply.names if name not in pieces], _keeping(pieces, most, pull))
-        except _TooMuch as e:
-            wrong = str(e)
-        except _NotYet:
-            if not last:
-                coming[question] = reply
-                continue
-            code, wrong = INCOMPLETE, "a part of its reply is missing, and the time is over"
-        except ObjectPullError as e:
-            code, wrong = INCOMPLETE, f"a part of its reply is missing: {e}"
-        if code == UNREADABLE:
-            received = ConfirmMessageReceivedRequest(node=node, run_id=run, message_object_id=metadata.message_id)
-            patiently(partial(client.ConfirmMessageReceived, received))
-        try:
-            wrong = wrong or _pieces_problem(pieces, most)
-            if not wrong:
-                whole: Any = inflate_object_from_contents(metadata.message_id, pieces)
-                if not whole.has_error():
-                    unpack(whole.content)
-                content = {"error": whole.error} if whole.has_error() else {"content": whole.content}
-        except Exception as e:
-            wrong = f"its reply is no message: {type(e).__name__}: {str(e)[:TEXT_MOST]}"
-        found.append(make_message(metadata, **({"error": Error(code, wrong)} if wrong else content)))
-    return found
-
-
-class _TooMuch(Exception):
-    """More was sent than one reply may have."""
-
-
-class _NotYet(Exception):
-    """A piece is not there yet, or the time for this look is over."""
-
-
-def _keeping(pieces: dict[str, bytes], most: int, pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
-    """Return a function that pulls into `pieces`, until one is missing or they have more than `most` bytes together."""
-    from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
-
-    until, counting = time.monotonic() + LOOK, threading.Lock()  # Flower pulls several at once
-    left = most - sum(map(len, list(pieces.values())))
-
-    def one(name: str) -> bytes:
-        nonlocal left
-        if time.monotonic() > until:
-            raise _NotYet
-        try:
-            piece = pull(name)
-        except ObjectUnavailableError:
-            raise _NotYet from None
-        except Exception as e:
-            if _passing(e):
-                raise _NotYet from None
-            raise
-        with counting:
-            if name not in pieces:  # a thread of the look before may have been late
-                left -= len(piece)
-                if left < 0:
-                    raise _TooMuch(f"its reply has more than {most} bytes")
-                pieces[name] = piece
-        return piece
-
-    return one
-
-
-T = TypeVar("T")
-
-
-def patiently(call: Callable[[], T]) -> T:
-    """Return what a call of the SuperLink returns; while the SuperLink fails, try for `AGAIN` seconds.
-
-    Flower itself tries again where it cannot connect or a proxy says that nobody is there, but not where the SuperLink
-    answers that it failed (500), as it does when its database is locked.
-    """
-    until, pause = time.monotonic() + AGAIN, 0.1
-    while True:
-        try:
-            return call()
-        except Exception as e:
-            if not _passing(e) or time.monotonic() > until:
-                raise
-        time.sleep(pause)
-        pause = min(2 * pause, 5.0)
-
-
-def _passing(e: Exception) -> bool:
-    """Whether the SuperLink failed in a way that may pass."""
-    return getattr(getattr(e, "response", None), "status_code", 0) >= 500
-
-
-def _pieces_problem(pieces: Mapping[str, bytes], most: int) -> str:
-    """Say what is wrong with the sizes that arrays would have; nothing is put together here."""
-    from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_head_values_from_object_content
-
-    left = most
-    for piece in pieces.values():
-        kind, names, _ = get_object_head_values_from_object_content(piece)
-        if kind == FlowerArray.__qualname__:
-            of = [len(pieces[name]) for name in names]
-            left -= sum(of[place] for place in json.loads(get_object_body(piece, FlowerArray))["arraychunk_ids"])
-        if left < 0:
-            return f"the arrays of its reply have more than {most} bytes"
-    return ""
 
 
 def read(message: Message | Part, contract: Contract) -> Good | Refused:

@@ -13,7 +13,8 @@ from flwr.serverapp import Grid
 
 from fedapp.core.averages import lower_median
 from fedapp.errors import counted
-from fedapp.transport.boundary import FACTS_SIZE, Coming, arrived, push
+from fedapp.transport.boundary import FACTS_SIZE
+from fedapp.transport.delivery import Coming, arrived, push
 
 Event: TypeAlias = Callable[[dict[str, Any]], None]
 Batches: TypeAlias = Sequence[list[int]]

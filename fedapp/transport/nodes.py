@@ -15,9 +15,10 @@ from fedapp.method import ClientInfo, Method, Payload
 from fedapp.settings import FederationSettings
 from fedapp.transport import roster as rosters
 from fedapp.transport.agreement import clash, compared, majority
-from fedapp.transport.boundary import FACTS_SIZE, FAILED, IMPOSSIBLE, INCOMPLETE, Coming, arrived, patiently, push
+from fedapp.transport.boundary import FACTS_SIZE, FAILED, IMPOSSIBLE
 from fedapp.transport.channel import Answers, Batches, Event, Sender
 from fedapp.transport.cohort import Cohort, UnableClient
+from fedapp.transport.delivery import INCOMPLETE, Coming, arrived, patiently, push
 from fedapp.transport.offences import Dropped
 from fedapp.transport.records import Encoder, group_of
 from fedapp.transport.request import WITHOUT_DATA, RoundRequest

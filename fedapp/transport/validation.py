@@ -10,7 +10,8 @@ from flwr.app import Message
 from fedapp import process
 from fedapp.method import ClientInfo, Method, Reply
 from fedapp.reduce.reader import Check
-from fedapp.transport.boundary import FAILED, IMPOSSIBLE, LARGE, UNREADABLE, Contract, Refused
+from fedapp.transport.boundary import FAILED, IMPOSSIBLE, LARGE, Contract, Refused
+from fedapp.transport.delivery import UNREADABLE
 from fedapp.transport.request import WITHOUT_DATA
 
 EXTRA_BYTES = 64 << 20
