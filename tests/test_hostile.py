@@ -631,7 +631,7 @@ def test_what_has_come_when_the_time_is_over_still_counts() -> None:
 
 def test_a_superlink_that_fails_for_a_while_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower tries again where it gets no connection, and not where the answer is that the server failed."""
-    monkeypatch.setattr(boundary.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(delivery.time, "sleep", lambda seconds: None)
     grid = Several()
     grid.announce("asked", pieces_of(honest()))
     grid.fails = 3
