@@ -16,6 +16,7 @@ FLOWER = {
     "fedapp/client_app.py",
     "fedapp/server_app.py",
     "fedapp/transport/boundary.py",
+    "fedapp/transport/delivery.py",
     "fedapp/transport/packing.py",
     "fedapp/transport/records.py",
     "fedapp/transport/channel.py",
