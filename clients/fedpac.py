@@ -5,7 +5,7 @@ Collaboration, ICLR 2023.
 |--------------------|-------------------------------------------------------------------------------------|
 | h = f(theta; x)    | `model.represent(x)`, (B, d)                                                        |
 | phi_i              | `model.head`: as the server combined it for this client                             |
-| c_c                | `self.target[c]`: the global class mean, or the own one where nobody has sent it    |
+| c_c                | `self.target[c]`: the global class mean, or the own one where no client has sent it    |
 | mu                 | `hparams.lam`                                                                       |
 | h_i, V_i           | `pac/h` (C, d), `pac/v` (1,): what the server combines heads by                     |
 

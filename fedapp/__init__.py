@@ -12,7 +12,7 @@ __version__ = "0.2.0"
 
 
 def _take_own(name: str) -> None:
-    """Import the package `name` from beside this one, not another of that common name in the user's folder.
+    """Import the package `name` next to this one, not another of that common name in the user's folder.
 
     Raises
     ------

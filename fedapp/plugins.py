@@ -104,16 +104,16 @@ def problems(group: str, taken: Collection[str]) -> dict[str, str]:
     return refused
 
 
-# ---- code beside a configuration -------------------------------------------------------------------------------------
+# ---- code next to a configuration ------------------------------------------------------------------------------------
 
 BESIDE = "FEDAPP_BESIDE"
 """Environment variable with the folder of the configuration file, for the processes of a simulation."""
 
 
 def look_beside(file: Path) -> None:
-    """Let modules beside a configuration file be found, here and in the processes that this one starts.
+    """Let modules next to a configuration file be found, here and in the processes that this one starts.
 
-    They come after all others, so that no file beside a configuration takes the place of an installed package.
+    They come after all others, so that no file next to a configuration takes the place of an installed package.
     """
     os.environ[BESIDE] = str(file.absolute().parent)
     _extend()

@@ -129,7 +129,7 @@ class CwFedAvg(Strategy):
     def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
         """Return A = P Q^T (Eqs. 6 and 7), for every client that has sent a model.
 
-        Rows sum to less than 1 only where a class that nobody has held yet (`tau`) still has the initial model.
+        Rows sum to less than 1 only where a class that no client has held yet (`tau`) still has the initial model.
         """
         ids, share = sorted(state["pt"]), state.get("share", {})  # a checkpoint of version 0.1 has none
         if not share:

@@ -1,5 +1,5 @@
 """Ditto. Li, Hu, Beirami, Smith, Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021: FedAvg
-runs as ever, and each client also trains a personal model that is pulled towards the global one.
+runs as usual, and each client also trains a personal model that is pulled towards the global one.
 
 Symbols    w -> state["model"]     n_k -> reply.num_samples     S_t -> the clients that replied
 Algorithm 1, server:  w^{t+1} <- sum_{k in S_t} (n_k / sum_{j in S_t} n_j) w_k:  what the base class does.

@@ -63,7 +63,7 @@ class FD(Strategy):
         return None
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
-        """Sum what was sent per label; labels that nobody sent keep their sums."""
+        """Sum what was sent per label; labels that no client sent keep their sums."""
         classes = self.context.num_classes
         sums, owners = np.zeros((classes, classes)), np.zeros(classes, np.int64)
         owned, new = dict(state["owned"]), {}

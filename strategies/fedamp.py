@@ -95,7 +95,7 @@ class FedAMP(Strategy):
 
 
 def given_weights(given: Mapping[int, Mapping[str, Array]]) -> tuple[list[int], NDArray[np.float64]] | None:
-    """Return client ids and the weights (n, n) that each was given last; None where nobody was given any.
+    """Return client ids and the weights (n, n) that each was given last; None where no client was given any.
 
     `given` holds by client the ids `of` the participants of its last round, ascending, and their `weights`.
     """

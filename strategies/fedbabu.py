@@ -1,5 +1,5 @@
 """FedBABU. Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR 2022: only the
-body is learned together, under a random head that nobody trains; each client fine-tunes at the end.
+body is learned together, under a random head that no one trains; each client fine-tunes at the end.
 
 Symbols    theta_ext -> state["model"]["features.*"]     theta_cls -> state["model"]["head.*"]
 Server:    theta_ext <- sum_k n_k theta_ext,k / sum_k n_k  over the participants;   theta_cls stays bit for bit.

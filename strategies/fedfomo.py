@@ -9,7 +9,7 @@ epsilon a slot goes to a random one of the others instead.
 With baseline=before (released code) P starts as the identity, and a client's own trained model competes for a slot; it
 is on the client's disk, so only its place is sent. With baseline=after P starts at zero and its diagonal is not used.
 Which model is in which slot is a function of (state, round, client), so `aggregate` computes it again and nothing
-beside the state must be remembered.
+besides the state must be remembered.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class FedKD(FML):
     """Averages compressed updates of the small model."""
 
     def init(self, context: ServerContext) -> ServerState:
-        """Return the mentee with its initial values, version 0, which nobody holds yet."""
+        """Return the mentee with its initial values, version 0, which no one holds yet."""
         return {**super().init(context), "update": {}, "version": 0, "holders": []}
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:

@@ -11,7 +11,7 @@ Algorithm 1, server, for every class j that someone sent:
     plain:  bar C^(j) = 1 / |N_j| * sum_{i in N_j} C_i^(j)
     count:  bar C^(j) = sum_{i in N_j} |D_{i,j}| C_i^(j) / sum_{i in N_j} |D_{i,j}|
 Eq. 6 as printed takes the weights of `count` and divides by |N_j| again, which shrinks every prototype towards zero
-as more clients own its class. No published code does that, and neither does this. A class that nobody sent keeps its
+as more clients own its class. No published code does that, and neither does this. A class that no client sent keeps its
 prototype.
 """
 

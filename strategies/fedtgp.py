@@ -16,7 +16,7 @@ Server, on all class means of the round, for S epochs of shuffled mini-batches, 
     delta(t) = min(max_c min_{c' != c} phi(Q^c, Q^c'), tau)
 The margin is the released code's: the largest distance to the *nearest* other class. With the paper's formula, as it is
 often read, it would be the largest of all distances. The released code broadcasts the net's outputs for classes that
-nobody has too, untrained; here such a class is neither a candidate nor sent.
+no one has too, untrained; here such a class is neither a candidate nor sent.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Symbols    theta_j -> state["clusters"][j]     hat j of client i -> reply.metrics["ifca-cluster"]
            S_j -> the participants that chose j     n_i -> reply.num_samples
 Algorithm 1 (model averaging):  send theta_1 .. theta_k to all;  theta_j <- sum_{i in S_j} (n_i / sum_{S_j} n) theta_i;
-a model that nobody chose stays as it is.
+a model that no one chose stays as it is.
 
 The k models start from k different seeds. Equal ones would stay equal: all losses tie, every client picks the first.
 """

@@ -285,7 +285,7 @@ def test_a_client_refuses_keys_and_shares_of_others() -> None:
         it.members[10].offer(it.tag, {**it.keys, 10: it.keys[20]}, 3)
     with pytest.raises(Unsafe, match="one key"):
         it.members[10].offer(it.tag, {**it.keys, 20: it.keys[30]}, 3)
-    with pytest.raises(Unsafe, match="public key is none"):
+    with pytest.raises(Unsafe, match="public key is not valid"):
         it.members[10].offer(it.tag, {**it.keys, 20: bytes(32)}, 3)
     it.offers()
     sealed = it.sealed(10)
@@ -380,7 +380,7 @@ def test_the_noise_of_a_sum_is_enough_after_the_worst_drop_out(n: int, t: int, m
         for left in itertools.combinations(range(n), size)
     )
     assert honest == pytest.approx(1, abs=1e-12)
-    with pytest.raises(ValueError, match="hides nobody"):
+    with pytest.raises(ValueError, match="hides no one"):
         noise_share(n, m + 1, m)
 
 

@@ -233,7 +233,7 @@ def test_a_search_from_end_to_end(tmp_path: Path) -> None:
         (["--tune", "lr=0.1,1"], "--tune chooses on validation rows: add --on validation"),
         (["--tune", "lr=0.1,1", "--on", "test"], "not on test rows"),
         (["--on", "validation"], "goes with --tune"),
-        (["--tune", "mu=1,2", "--on", "validation"], "takes keys that all methods have, and mu is none"),
+        (["--tune", "mu=1,2", "--on", "validation"], "takes keys that all methods have, and mu is not one of them"),
         (["--tune", "local_epochs=1,2", "--on", "validation"], "did you mean 'local-epochs'?"),
         (["--tune", "lr", "--on", "validation"], "--tune: 'lr' is not NAME=VALUE,VALUE"),
         (["--tune", "lr=0.1,1", "--on", "validation", "--grid", "lr=1"], "--tune and --grid are two searches"),

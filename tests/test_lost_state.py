@@ -126,7 +126,7 @@ def test_with_restart_it_begins_anew_and_the_tables_say_so(tmp_path: Path) -> No
     marked = clients[clients["restarted"] == 1]
     assert list(zip(marked["round"], marked["client"], strict=True)) == [(3, 1)] and not dropped(tmp_path / "a")
     assert pd.read_csv(tmp_path / "a" / "rounds.csv")["restarted"].tolist() == [0, 0, pytest.approx(1 / 3), 0]
-    assert summary["warnings"] == ["client 1 began anew in round 3, because its stored state was lost"]
+    assert summary["warnings"] == ["client 1 started again in round 3, because its stored state was lost"]
     start(tmp_path / "b", {}, **{"lost-state": "restart"})
     whole = pd.read_csv(tmp_path / "b" / "clients.csv")
     columns = [c for c in clients if not c.endswith("seconds")]

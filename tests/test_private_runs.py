@@ -323,7 +323,7 @@ def test_rows_that_the_published_numbers_do_not_fit_are_not_normalised_by_themse
 
 def test_what_a_node_would_send_beside_is_refused() -> None:
     config = from_flat({**NODES, "dp-test": True})
-    with pytest.raises(BadRequest, match="takes noise from the seed, which protects nobody"):
+    with pytest.raises(BadRequest, match="takes noise from the seed, which protects no one"):
         check_node(config)
     with pytest.raises(BadRequest, match="set protocols = 'global'"):
         check_node(from_flat({**NODES, "protocols": "received,global"}))

@@ -81,7 +81,7 @@ def test_a_sum_with_noise_cannot_wrap(n: int) -> None:
     assert (on_grid(near, 1.0, largest) == near).all()
     words = masks.encode({"x": (near + 2.0**32 * np.sign(near)).astype(np.int64)}, n, 0)
     assert (np.sign(masks.decode(words * np.uint64(n), {"x": (2,)}, 0)["x"]) == [1, -1]).all()
-    with pytest.raises(ValueError, match="too large beside its noise"):
+    with pytest.raises(ValueError, match="too large compared with its noise"):
         on_grid(np.array([largest]), 1.0, largest)
 
 

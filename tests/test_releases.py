@@ -94,7 +94,7 @@ def test_a_damaged_ledger_is_never_begun_anew(tmp_path: Path, damage: bytes) -> 
     ledger.path.write_bytes(damage + ledger.path.read_bytes())
     with pytest.raises(BadRequest, match="line 1 of this client's ledger of releases cannot be read"):
         ledger.book(halves(), {})
-    with pytest.raises(BadRequest, match="nobody knows what has been released"):
+    with pytest.raises(BadRequest, match="no one knows what has been released"):
         ledger.spent("example", 1e-5)
 
 

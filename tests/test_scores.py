@@ -259,7 +259,7 @@ def test_nobody_trains_for_a_score_that_is_not_measured(tiny: Tiny, monkeypatch:
 
 def announced(result: RunResult) -> list[str]:
     texts = (json.loads(line).get("text", "") for line in (result.out / "progress.jsonl").read_text().splitlines())
-    return [text for text in texts if "train once more" in text]
+    return [text for text in texts if "train again for their scores" in text]
 
 
 def test_the_last_training_of_sampled_clients_is_announced_with_the_way_to_skip_it(tiny: Tiny) -> None:

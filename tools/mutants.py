@@ -329,8 +329,8 @@ flipped, a bound of a slice or range off by one; a statement, a `raise`, or a ca
 returned. They are drawn with a seed from all possible ones in {", ".join(f"`{folder}`" for folder in FOLDERS)}. A test
 that runs out of time counts as killed. The reasons are kept in `tools/mutants.toml`.
 
-Tests are written for faults of a sample that survive. Another seed draws faults that nobody has looked at, and shows
-what the tests are worth for these.
+Tests are written for faults of a sample that survive. Another seed draws faults that no one has looked at, and shows
+the worth of the tests for these.
 
 {chr(10).join(rows) if survived else "No fault survived."}
 """

@@ -15,7 +15,7 @@ PHRASES = (
     "anew", "in place of", "as ever", "whoever", "of which the", "what is sent", "its own word", "stand on",
     "of no paper", "is none",
 )  # fmt: skip
-MOST = 18
+MOST = 0
 PATTERN = re.compile(r"\b(?:" + "|".join(PHRASES).replace(" ", r"\s+") + r")\b", re.IGNORECASE)
 
 

@@ -80,7 +80,7 @@ def main(app: Application = app) -> None:
 
 
 def found(file: Path | None) -> recipes.Recipe | None:
-    """Read the file or the shipped recipe of a command; own code may lie beside a file."""
+    """Read the file or the shipped recipe of a command; own code may lie next to a file."""
     from fedapp import plugins
     from fedapp.experiments import recipes
 

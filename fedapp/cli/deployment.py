@@ -26,7 +26,7 @@ def _deployment() -> None:
 @deployment.command("check")
 def deploy_check(
     superlink: Annotated[str | None, typer.Option(help="name of a connection in Flower's configuration")] = None,
-    address: Annotated[str | None, typer.Option(help="in place of --superlink: the SuperLink's HOST:PORT")] = None,
+    address: Annotated[str | None, typer.Option(help="instead of --superlink: the SuperLink's HOST:PORT")] = None,
     root_certificates: Annotated[Path | None, typer.Option(help="with --address: the CA's certificate")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="with --address: plain HTTP")] = False,
     node_config: Annotated[
@@ -84,7 +84,7 @@ def superlink(
     public: Annotated[str, typer.Option(help="HOST:PORT that nodes reach")] = "0.0.0.0:8000",
     private: Annotated[str, typer.Option(help="HOST:PORT on loopback, for the operator")] = "127.0.0.1:8001",
     operator_token_file: Annotated[
-        Path | None, typer.Option(help="made if it does not exist; default: operator.token beside the database")
+        Path | None, typer.Option(help="made if it does not exist; default: operator.token next to the database")
     ] = None,
     max_reply: Annotated[int, typer.Option(help="MiB that a node may send for one reply", min=1)] = 256,
 ) -> None:
@@ -100,7 +100,7 @@ def superlink(
 def supernode(
     context: typer.Context,
     cold: Annotated[
-        bool, typer.Option("--cold", help="let every message import PyTorch and Flower anew, as flower-supernode does")
+        bool, typer.Option("--cold", help="let every message import PyTorch and Flower again, as flower-supernode does")
     ] = False,
 ) -> None:
     """Start a SuperNode that imports PyTorch and Flower once. Further options go to flower-supernode.
@@ -133,7 +133,7 @@ def operator_login(
 
     to = deploy.connection(connection)
     if not token_file.is_file():
-        raise BadRequest(f"{token_file} does not exist: fedapp superlink makes it beside its database")
+        raise BadRequest(f"{token_file} does not exist: fedapp superlink makes it next to its database")
     credentials.login(to.address, credentials.operator_token(token_file))
     echo(f"flwr and fedapp now use this token for {connection} ({to.address})")
 
@@ -145,7 +145,7 @@ def admit(
         str | None, typer.Option("--superlink", help="name of a connection in Flower's configuration")
     ] = None,
     roster: Annotated[
-        Path | None, typer.Option(envvar="FEDAPP_ROSTER", help="the server's roster, roster.toml beside its database")
+        Path | None, typer.Option(envvar="FEDAPP_ROSTER", help="the server's roster, roster.toml next to its database")
     ] = None,
     max_examples: Annotated[
         int, typer.Option(help="most training rows, and most test rows, that it may report; 0 = no limit", min=0)

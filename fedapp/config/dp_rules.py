@@ -138,7 +138,7 @@ def check_node(config: RunConfig) -> None:
     BadRequest : noise of a seed, or scores.
     """
     if config.privacy.dp_test:
-        raise BadRequest("dp-test takes noise from the seed, which protects nobody: leave it out on real nodes")
+        raise BadRequest("dp-test takes noise from the seed, which protects no one: leave it out on real nodes")
     if config.privacy.dp != "none" and set(config.evaluation.measured) != {"global"}:
         raise BadRequest(f"dp = '{config.privacy.dp}': real nodes send no exact scores: set protocols = 'global'")
 
@@ -159,7 +159,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def stated(privacy: Privacy, size: int, clients: int, rounds: int, sum_of: tuple[int, int] | None = None) -> str:
-    """Return the line that a run prints first: how much noise there is, and beside what.
+    """Return the line that a run prints first: how much noise there is, and against what.
 
     Parameters
     ----------

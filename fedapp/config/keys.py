@@ -169,12 +169,12 @@ class RunConfig(BaseModel):
         tests : how many each client states.   simulation : all clients are the user's own, so `auto` has no limit.
         """
         cap = unless_auto(self.robustness.count_cap, 0.0 if simulation else 10.0)
-        # Without a cap nobody is counted: a simulation may have very many clients, and asks in every round.
+        # Without a cap no one is counted: a simulation may have very many clients, and asks in every round.
         known = [n for n in tests if n] if cap else []
         return cap * lower_median(known) if known else math.inf
 
     def numbers(self) -> frozenset[str]:
-        """Return the names of all numbers that a client may send, beside the method's own."""
+        """Return the names of all numbers that a client may send, besides the method's own."""
         scored = ["received", "trained", "unseen_received"]
         scored += ["tuned", "unseen_tuned"] if self.method_and_hparams()[0].client.tunes() else []
         scored += [f"unseen_{kind}@{n}" for n in self.evaluation.adaptations for kind in ("trained", "local")]

@@ -10,7 +10,7 @@
 ``gaussian``      per-class Gaussian statistics of features: accumulate, send, pool (CCVR)
 ``heads``         the linear head on given representations: logits, re-training, norms of its rows (CCVR)
 ``lowrank``       low-rank form of named arrays (FedKD)
-``masks``         whole numbers modulo 2^64 in place of fractions, and random numbers that hide them
+``masks``         whole numbers modulo 2^64 instead of fractions, and random numbers that hide them
 ``mixture``       Gaussians of one class at several clients, pooled or apart (FedGHG)
 ``names``         names of arrays: prefixes, and payloads that are split by them
 ``noise``         the discrete Gaussian, drawn exactly

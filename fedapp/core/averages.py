@@ -48,7 +48,7 @@ def as_tensor(array: Array) -> torch.Tensor:
 def _room(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     """Return memory for arrays of these shapes, float32 at least, in one block for each dtype.
 
-    NumPy asks the kernel for huge pages for large blocks only. One block per model, in place of one per array, saves
+    NumPy asks the kernel for huge pages for large blocks only. One block per model, instead of one per array, saves
     most of the page faults, which cost more than filling it.
     """
     dtypes = {name: np.result_type(array.dtype, np.float32) for name, array in arrays.items()}

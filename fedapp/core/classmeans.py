@@ -58,7 +58,7 @@ class ClassMeans:
     def add(self, rows: Tensor, labels: Tensor) -> None:
         """Add rows (n, d) with labels (n,) in 0 .. C - 1."""
         classes = torch.arange(len(self._counts), device=labels.device)
-        # A product in place of a scattered sum: on a GPU the order of the latter changes from run to run.
+        # A product instead of a scattered sum: on a GPU the order of the latter changes from run to run.
         member = labels[None, :] == classes[:, None]
         self._sums += member.double() @ rows.detach().double()
         self._counts += member.sum(dim=1)

@@ -78,8 +78,8 @@ def _distributions(what: str, rows: Array) -> Float64:
 def class_weights(n: Array, p: Array) -> Float64:
     """Return the weight of every client in every class's global model (Eq. 6).
 
-    ``q_ij = n_i p_ij / sum_i' n_i' p_i'j``; the divisor n of the paper's ``n_i / n`` cancels. A class that nobody holds
-    (possible with empirical distributions only) would be 0/0. Its global model is then the FedAvg mean,
+    ``q_ij = n_i p_ij / sum_i' n_i' p_i'j``; the divisor n of the paper's ``n_i / n`` cancels. A class that no client
+    holds (possible with empirical distributions only) would be 0/0. Its global model is then the FedAvg mean,
     ``q_ij = n_i / n``, so that every column still sums to 1.
 
     Parameters

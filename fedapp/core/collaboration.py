@@ -36,7 +36,7 @@ class ClassStatistics(NamedTuple):
 def class_statistics(z: Tensor, y: Tensor, num_classes: int) -> ClassStatistics:
     """Return the moments of representations z (n, d) with labels y (n,)."""
     z = z.double()
-    # A product in place of a scattered sum: on a GPU the order of the latter changes from run to run.
+    # A product instead of a scattered sum: on a GPU the order of the latter changes from run to run.
     member = F.one_hot(y, num_classes).double().T
     counts = member.sum(dim=1)
     share = member / counts.clamp_min(1)[:, None]
@@ -74,8 +74,8 @@ def pooled_means(given: Sequence[tuple[Float64, Array]], before: Array) -> tuple
 
     Parameters
     ----------
-    given : of each client n_ic (C,) and mu_ic (C, d).   before : (C, d), the means so far: they stay where nobody has
-        the class.
+    given : of each client n_ic (C,) and mu_ic (C, d).   before : (C, d), the means so far: they stay where no client
+        has the class.
     """
     sums, counts = np.zeros(before.shape), np.zeros(len(before))
     # Bodies are pulled to the means, so that those of one client alone, far away, would give NaN to all others.

@@ -10,7 +10,7 @@ arXiv:2106.05001, Section 4 and Appendix A.
 ``M2``              scatter: the sum of squared deviations ``(N - 1) Sigma``; what is accumulated here
 ==================  =======================================================================================
 
-Equation 4 as printed subtracts ``mu_c mu_c^T`` from a sum of ``mu_ck mu_ck^T``. Where means are large beside the
+Equation 4 as printed subtracts ``mu_c mu_c^T`` from a sum of ``mu_ck mu_ck^T``. Where means are large compared with the
 spread, that difference loses all digits. The same equation in centred form is used instead:
 ``(N_c - 1) Sigma_c = sum_k (N_ck - 1) Sigma_ck + sum_k N_ck (mu_ck - mu_c)(mu_ck - mu_c)^T``. All of its terms are
 positive semidefinite. Accumulation batch by batch is the same rule with batches in the place of clients (Chan, Golub,

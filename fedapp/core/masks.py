@@ -1,4 +1,4 @@
-"""Whole numbers modulo 2^64 in place of fractions, and the random numbers that hide them.
+"""Whole numbers modulo 2^64 instead of fractions, and the random numbers that hide them.
 
 A value x becomes round(x 2^24), modulo 2^64. Sums of such numbers are exact, masks modulo 2^64 hide a number perfectly,
 and both commute. What is lost is the rounding: at most 2^-25 a value, so K 2^-25 / N in a mean with total weight N.

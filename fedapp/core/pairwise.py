@@ -145,7 +145,7 @@ def gram(models: Sequence[Model], *, centred: bool = False) -> Float64:
         Floating-point models, only read.
     centred : bool
         Subtract model 0 from all first. Distances do not change, and the small differences of models that all come
-        from one received model are not lost beside the length that they share.
+        from one received model are not lost against the length that they share.
 
     Returns
     -------

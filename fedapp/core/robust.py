@@ -340,7 +340,7 @@ def class_means(
 
     Returns
     -------
-    Means (C, d) float64, as before where nobody sent the class; which classes somebody sent, (C,); and what took the
+    Means (C, d) float64, as before where no client sent the class; which classes somebody sent, (C,); and what took the
     rule's place, by class, where it has too few senders.
     """
     rows: dict[int, list[tuple[Float64, float]]] = {}

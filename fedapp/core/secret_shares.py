@@ -4,7 +4,7 @@ A. Shamir, How to Share a Secret, Communications of the ACM 22, 1979. The secret
 polynomial of degree t - 1 over a prime field, and share x is its value at x. Shares belong to positions 1 .. n.
 
 All secrets of an exchange are opened by the same holders, so their Lagrange weights are computed once; after that a
-secret costs t products. PyCryptodome's `Shamir`, which Flower uses, computes them anew for every 16 bytes.
+secret costs t products. PyCryptodome's `Shamir`, which Flower uses, computes them again for every 16 bytes.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ once s_u of a client that is gone is open, so are its masks of all earlier excha
 in these. So only c_u lasts, of which no share is ever given away.
 
 A server that tells clients of different U_3 is found out in 4, round 3 of the paper's protocol against active servers,
-with codes that each pair of clients can check in place of signatures. A client agrees once in an exchange, so t clients
+with codes that each pair of clients can check instead of signatures. A client agrees once in an exchange, so t clients
 for each of two U_3 would need 2 t <= n + m, where m help the server (`flaw`). One U_3 of t clients or more is opened,
 or none. Whom the server names in U_2 then no longer matters. All honest clients that agreed have masks with each other,
 and every other client of U_3 has one with at least one of them. So nothing but the sum over U_3 is free of masks.
@@ -89,7 +89,7 @@ def flaw(clients: int, threshold: int, colluders: int) -> str | None:
     clients : n, that are asked.   threshold : t.   colluders : m, clients that tell the server all that they know.
     """
     if threshold - colluders < 2:
-        return f"a sum of {threshold} clients, {colluders} of whom may help the server, hides nobody"
+        return f"a sum of {threshold} clients, {colluders} of whom may help the server, hides no one"
     if 2 * threshold <= clients + colluders:
         return (
             f"{threshold} of {clients} clients open a sum, {colluders} of whom may help the server: it could get the "
@@ -136,7 +136,7 @@ def _agreed(private: bytes, public: bytes) -> bytes:
     try:
         return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as e:  # a point of small order: the secret would be 0 whatever the private key
-        raise Unsafe("a public key is none") from e
+        raise Unsafe("a public key is not valid") from e
 
 
 def usable(public: bytes) -> bool:
@@ -200,7 +200,7 @@ class Member:
     Parameters
     ----------
     client : its id.
-    kept : its secrets; plain values that the caller keeps from one message to the next, where nobody else reads them.
+    kept : its secrets; plain values that the caller keeps from one message to the next, where no one else reads them.
     """
 
     def __init__(self, client: int, kept: MutableMapping[str, Any]) -> None:
@@ -390,7 +390,7 @@ class Collector:
     ----------
     offers : by client, of U_2.   summed : U_3, in the order in which their vectors arrived.
     disputes : pairs of a client and a holder whose share of the client's secret does not lie on the polynomial of the
-        others. Either the one gave a false share, or the other opened one: nobody but these two can tell.
+        others. Either the one gave a false share, or the other opened one: no one but these two can tell.
     """
 
     def __init__(self, tag: str, clients: Collection[int], threshold: int) -> None:

@@ -2,7 +2,7 @@
 
 FedPAC weighs heads by it (Xu, Tong, Huang, ICLR 2023). An active set finds it exactly, up to rounding: one variable
 enters at a time, the equations of the present support are solved, and variables that would become negative leave. This
-is Wolfe's method for the point of smallest norm (Mathematical Programming 11, 1976), on P in place of a Gram matrix.
+is Wolfe's method for the point of smallest norm (Mathematical Programming 11, 1976), on P instead of a Gram matrix.
 """
 
 from __future__ import annotations

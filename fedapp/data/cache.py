@@ -122,7 +122,7 @@ def build_once(
     ----------
     name : start of the folder's name.
     key : JSON values that identify the content: kind of source, identity of its files.
-    build : fills the store and returns JSON values that are kept beside the arrays (``meta.json``).
+    build : fills the store and returns JSON values that are kept next to the arrays (``meta.json``).
     read : reads a folder with ``meta.json`` and the arrays; `BadRequest` if it is damaged.
 
     Raises

@@ -218,7 +218,7 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
     held_train = np.concatenate([client.train for client in partition.clients])
     held_out = [rows for client in partition.clients for rows in (client.test, client.validation)]
     held = np.union1d(held_train, np.concatenate(held_out))
-    # Official test images are drawn, not partitioned: those that nobody drew do not count as unused.
+    # Official test images are drawn, not partitioned: those that no one drew do not count as unused.
     pool = len(labels) if partition.split == "merged" else dataset.num_train
     public = int(partition.settings.get("public_images", 0))
     validation = sum(len(c.validation) for c in partition.clients)

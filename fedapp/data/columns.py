@@ -18,7 +18,7 @@ column             shape, type                  meaning
                                                 its SHA-256 is the entry ``body``; optional
 =================  ===========================  ================================================================
 
-In place of ``x``, ``y`` and ``split`` there may be ``x_train``, ``y_train`` and, with a test set, ``x_test`` and
+Instead of ``x``, ``y`` and ``split`` there may be ``x_train``, ``y_train`` and, with a test set, ``x_test`` and
 ``y_test``.
 """
 

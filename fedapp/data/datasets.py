@@ -438,7 +438,7 @@ def _own_files(root: Path | None, kind: str) -> list[Path]:
                 f"split, or put a file for each client into {root / part}; if it is a client, rename it"
             )
     if files and parted:
-        raise BadRequest(f"data-dir {root} has {files[0].name} beside {parted[0].parent.name}/: move one of them away")
+        raise BadRequest(f"data-dir {root} has {files[0].name} next to {parted[0].parent.name}/: move one of them away")
     if not files and not parted:
         raise BadRequest(f"data-dir {root} holds no .{kind} file: give a file, or a folder with one file per client")
     return files or parted

@@ -97,7 +97,7 @@ def _opened(place: str, scratch: str) -> Any:
     path = Path(place)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return datasets.load_from_disk(place)
-    # The builder is named, so that a script beside the files is never one.
+    # The builder is named, so that a script next to the files is never one.
     if path.is_file():
         return datasets.load_dataset("parquet", data_files=place, cache_dir=scratch)["train"]
     builder = "parquet" if any(path.rglob("*.parquet")) else "imagefolder"
@@ -182,7 +182,7 @@ def _stacked(where: str, data: Any, name: str) -> Array:
 
 
 def _content(place: str, cell: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a picture: the cell's own, or those of a file, perhaps in an archive beside the data.
+    """Return the bytes of a picture: the cell's own, or those of a file, perhaps in an archive next to the data.
 
     Raises
     ------

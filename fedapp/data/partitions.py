@@ -80,7 +80,7 @@ PARTITION_PARAMETER = {kind: key for kind, (key, _) in _KINDS.items()}
 MEANING = {kind: words for kind, (_, words) in _KINDS.items()}
 """Every kind in one sentence."""
 NATURAL = ("by-client", "file")
-"""Kinds of which the data or a file say who holds what, `fedapp.data.natural`; :func:`make` draws all others."""
+"""Kinds where the data or a file assign rows to clients, `fedapp.data.natural`; :func:`make` draws all others."""
 PARTS = ("train", "test", "validation")
 """What a client's images are divided into."""
 PARTITION_KINDS: tuple[str, ...] = tuple(PARTITION_PARAMETER)

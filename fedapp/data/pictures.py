@@ -258,7 +258,7 @@ def _parts(root: Path, client: str, bad: dict[Path, str]) -> list[Picture]:
     others = [folder.name for folder in _folders(root) if folder.name not in PARTS]
     if others:
         raise BadRequest(
-            f"{root}: beside train there is {others[0]!r}, which would not be used ({', '.join(PARTS)} are): move it "
+            f"{root}: next to train there is {others[0]!r}, which would not be used ({', '.join(PARTS)} are): move it "
             "away"
         )
     _note_loose(root, bad)

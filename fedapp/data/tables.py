@@ -290,7 +290,7 @@ def _named(path: Path) -> Iterator[None]:
         raise
     except ImportError as error:
         raise BadRequest(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
-    except Exception as error:  # Arrow has errors of its own beside Python's, of which a damaged file may raise any
+    except Exception as error:  # Arrow has errors of its own next to Python's, of which a damaged file may raise any
         why = " ".join(str(error).split())
         raise BadRequest(f"cannot read the table {path} ({why}): write it again, CSV as UTF-8 with a header") from error
 
@@ -462,7 +462,7 @@ def keys(role: str, column: Any, name: str, place: Callable[[int], str], faults:
     elif role != "split" and all(map(is_number, values := [str(v) for v in np.unique(text)])):
         numbers = np.array([float(v) for v in values])
         if np.isfinite(numbers).all() and (numbers == np.round(numbers)).all():
-            # 3.0 is what a column of whole numbers becomes beside an empty cell.
+            # 3.0 is what a column of whole numbers becomes next to an empty cell.
             text = np.array([t.split(".")[0] if "." in t and "e" not in t.lower() else t for t in text.tolist()])
         elif role == "y":
             odd = values[int(np.argmax(numbers != np.round(numbers)))]

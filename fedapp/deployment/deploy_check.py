@@ -113,7 +113,7 @@ def _versions() -> Iterator[Finding]:
     programs = ("flower-superlink", "flower-supernode", "flower-superexec")
     missing = [p for p in programs if not shutil.which(p, path=path)]
     if missing:
-        yield Finding("programs", FAIL, f"missing: {', '.join(missing)}", "pip install flwr beside this Python")
+        yield Finding("programs", FAIL, f"missing: {', '.join(missing)}", "pip install flwr next to this Python")
     elif not shutil.which("flower-superexec"):
         yield Finding("programs", WARN, "not in PATH", f"PATH={folder}:$PATH: Flower starts helpers by name")
     else:

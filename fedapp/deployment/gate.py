@@ -246,7 +246,7 @@ class Gate:
         return good
 
     async def _pull(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Let the app answer a node that asks for messages; where there is none, once more when a run has sent some."""
+        """Let the app answer a node that asks for messages; where there is none, when a run has sent some."""
         news = self._news  # what is sent while the app answers also counts
         response, found = await self._asked(scope, body, receive)
         if found == [] and self._held < HELD:

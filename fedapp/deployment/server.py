@@ -118,7 +118,7 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
     Parameters
     ----------
     public, private : HOST:PORT of the two listeners; `private` must be on loopback.
-    token_file : the operator's token, made if it does not exist; None = `operator.token` beside the database.
+    token_file : the operator's token, made if it does not exist; None = `operator.token` next to the database.
     max_reply : bytes that a node may send for one reply.
     flower : options of `flower-superlink`.
 

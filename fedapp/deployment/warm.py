@@ -1,4 +1,4 @@
-"""A warm process: it has imported what `flwr-clientapp` needs, and forks in place of starting it.
+"""A warm process: it has imported what `flwr-clientapp` needs, and forks instead of starting it.
 
 Flower's SuperNode starts `flwr-clientapp` for every message, and most of the time of a small message is the import of
 PyTorch and of Flower. Here both are imported once. Every message keeps a process of its own, which does what the

@@ -119,7 +119,7 @@ def executable(name: str, path: str) -> str:
     """
     found = shutil.which(name, path=path)
     if found is None:
-        raise LaunchError(f"'{name}' is not installed beside {sys.executable}: pip install 'flwr[simulation]'")
+        raise LaunchError(f"'{name}' is not installed next to {sys.executable}: pip install 'flwr[simulation]'")
     return found
 
 

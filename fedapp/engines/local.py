@@ -92,7 +92,7 @@ def resumed(out: Path, given: Mapping[str, Any], *others: str) -> dict[str, Any]
 
     Raises
     ------
-    BadRequest : there is no such run, or more is given beside it than the total number of rounds (`others` are names
+    BadRequest : there is no such run, or more is given besides it than the total number of rounds (`others` are names
         of what is no key).
     """
     if named := [*sorted(set(given) - {"num-server-rounds", "lost-state", "track"}), *others]:

@@ -76,8 +76,8 @@ def choose_resources(
     Clients train side by side on one core each: with small models, processes beat threads within one process. As many
     work at a time as there are clients, cores and memory; the memory of one more client is kept for the server. With
     CUDA each client requests a fraction of a GPU, because Ray hides the GPUs from a client that requests none. A GPU is
-    shared by as many clients as its memory holds beside the server's share, and by at most 8. If all trainings together
-    take less than the start of a worker, one works alone.
+    shared by as many clients as its memory holds next to the server's share, and by at most 8. If all trainings
+    together take less than the start of a worker, one works alone.
 
     Parameters
     ----------

@@ -193,7 +193,7 @@ def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float 
         reason = (str(e).strip().splitlines() or [""])[0]
         why = f"{type(e).__name__}: {reason}" if reason else type(e).__name__
         return replace(chosen, text=f"{chosen.text}; 1 GiB each assumed, measuring a client failed ({why})")
-    # In each round those that are drawn, and all of them once more for the last scores.
+    # In each round those that are drawn, and all of them again for the last scores.
     trainings = sum(
         math.ceil(c.data.clients * c.federation.fraction_train) * c.federation.num_server_rounds + c.data.clients
         for c in configs

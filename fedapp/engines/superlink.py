@@ -1,9 +1,9 @@
 """Run the app on a private simulation SuperLink, follow the run, and leave nothing behind.
 
 A shared local SuperLink keeps the folder and the environment of the shell that started it and installs dependencies
-anew for each run, and ``flwr run --stream`` reports success for runs that failed. :class:`Session` avoids all three. It
-starts a SuperLink for simulation on a free loopback port, with its own Flower home and with a small copy of the app as
-its working directory. It submits runs one at a time, follows the files that the ServerApp writes, and stops every
+again for each run, and ``flwr run --stream`` reports success for runs that failed. :class:`Session` avoids all three.
+It starts a SuperLink for simulation on a free loopback port, with its own Flower home and with a small copy of the app
+as its working directory. It submits runs one at a time, follows the files that the ServerApp writes, and stops every
 process that it caused when the ``with`` block ends, however it ends.
 
 The ServerApp writes these files into the run directory:
@@ -122,7 +122,7 @@ class Session:
     app : app folder to submit; None = a fresh copy of this project (:func:`stage`).
     log : file that the SuperLink and everything below it append to. None = inside the session's temporary folder,
         which is removed at the end.
-    ray_cpus : CPUs of one Ray that is started beside the SuperLink for all runs of the session; each run then starts
+    ray_cpus : CPUs of one Ray that is started next to the SuperLink for all runs of the session; each run then starts
         sooner. None = each run starts its own Ray. Without effect where ``RAY_ADDRESS`` names a
         cluster.
 

@@ -118,7 +118,7 @@ def expand(variants: Sequence[Variant], text: str, option: str = "--grid") -> li
     axes, used, found = grid.parse(text, option), set(), []
     if option == TUNE and (others := [name for name in axes if name not in OWN_SETTINGS]):
         near = suggest_choice(others[0], OWN_SETTINGS)
-        raise BadRequest(f"{option} takes keys that all methods have, and {others[0]} is none{near}")
+        raise BadRequest(f"{option} takes keys that all methods have, and {others[0]} is not one of them{near}")
     for variant in variants:
         fields = registry.get(variant.method).hparams.model_fields
         inside = variant.label[len(variant.method) :].strip("()").split()

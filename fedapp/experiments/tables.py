@@ -39,7 +39,7 @@ MEASURES = (
 FEWEST_CLIENTS = 20
 """Fewer clients have no worst tenth."""
 SPREAD = ("std", "worst_decile", "worst")
-"""What the tables say of a metric beside its mean over clients."""
+"""What the tables say of a metric besides its mean over clients."""
 
 
 # ---- reading runs ----------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def results(
     Columns of :func:`describe`, then `clients`, `rounds`, `round` (the one that is scored), and by protocol `last`,
     `last_std`, `best`, `best_pooled`, `participants`, `validation` (see `accuracy_summary`), `pooled`, `balanced`,
     `worst` (client), `worst_decile`, `target`, `target_rounds`, `target_bytes`, and of each metric that a run measured
-    beside accuracy and loss its mean over clients, `_std`, `_worst_decile` and `_worst`; the same of the accuracy and
+    besides accuracy and loss its mean over clients, `_std`, `_worst_decile` and `_worst`; the same of the accuracy and
     the metrics of clients that took no part (`unseen_received`, `unseen_trained@n`, ...); then `headline` (the score
     that the method is judged by), `headline_last` and `all_classes` (its balanced score); `majority` (guessing each
     client's majority class); `gain`, `same`, `lose` (where the runs of a setting include

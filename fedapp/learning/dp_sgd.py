@@ -166,7 +166,7 @@ def _problem(trial: nn.Module, images: Tensor) -> str | None:
     """Say why a model is none whose images can be clipped one by one, or return None; x is (3, channels, ...)."""
     buffers = {n: b.clone() for n, b in trial.named_buffers()}
     with NoisySteps(1.0, 1, 1.0, 1.0, system).watching(trial):
-        for place in (0, 1):  # the same image beside two others, in both places
+        for place in (0, 1):  # the same image next to two others, in both places
             found = []
             for other in (1, 2):
                 torch.manual_seed(0)  # the same dropout

@@ -104,7 +104,7 @@ class Ledger:
             except (ValueError, TypeError, KeyError) as e:
                 raise BadRequest(
                     f"{self.path}, line {number} of this client's ledger of releases cannot be read ({e}): put a good "
-                    "copy back; without the ledger nobody knows what has been released"
+                    "copy back; without the ledger no one knows what has been released"
                 ) from e
             found.append(entry)
             hashes.append(_chained(hashes[-1], body))
@@ -270,7 +270,7 @@ class Releaser:
                 known = on_grid(np.broadcast_to(around, values.shape), step, stated.largest)
             except ValueError as e:
                 raise BadRequest(
-                    "the model's values are too large beside the noise on a sum: raise clip-update, or lower lr"
+                    "the model's values are too large compared with the noise on a sum: raise clip-update, or lower lr"
                 ) from e
             self.steps = (found + known).astype(np.int64)
         return found * step + around

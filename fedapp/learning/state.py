@@ -41,11 +41,11 @@ _NOTES = "head-norms"
 LARGE = 1 << 22
 """Bytes of a file from which on it matters that the kernel keeps a copy in memory."""
 _recent: deque[Path] = deque(maxlen=4)
-"""The last files of this process that nobody reads soon."""
+"""The last files of this process that no one reads soon."""
 _PART = re.compile(r"^\.(tmp\w{6}|.*\.part)$")
 """Temporary files: of safetensors itself, which writes to another name too, and of `files.atomic`."""
 AFRESH = "delete it to start this client afresh"
-BEGIN_ANEW = "put the right state folder back, or let it begin anew with --set lost-state=restart"
+BEGIN_ANEW = "put the right state folder back, or let it start again with --set lost-state=restart"
 
 
 class StateError(RuntimeError):
@@ -85,7 +85,7 @@ class Expected:
     digest : of that state; empty = the server knows of none.
     binding : whether the next training starts from it. It does not where the server sends the whole model and the
         client keeps no array of its own.
-    restart : begin anew where the state is lost, instead of an error.
+    restart : start again where the state is lost, instead of an error.
     told : whether there is a server that knows which states counted.
     """
 
@@ -104,10 +104,10 @@ def is_token(run: str) -> bool:
 
 
 def let_go(path: Path) -> None:
-    """Let the kernel reuse the memory in which it keeps a file that nobody reads soon.
+    """Let the kernel reuse the memory in which it keeps a file that no one reads soon.
 
     It would keep the states of all clients, and take new memory for each. A call begins to write the file to the disk.
-    The calls for the next files then free what has arrived there, so that nobody waits for the disk. The first megabyte
+    The calls for the next files then free what has arrived there, so that no one waits for the disk. The first megabyte
     stays: it has the header.
     """
     _recent.append(path)
@@ -261,7 +261,7 @@ class ClientStore:
     dp : the run's key. With `sgd` only states of such trainings are read: what others left was made of exact gradients.
     about : what a state means nothing without, such as the names of the classes, by name; a state with another is
         refused.
-    lost : why the client begins anew although the server knows of a state; empty = it does not.
+    lost : why the client starts again although the server knows of a state; empty = it does not.
     ignored : which file could not be read where nothing of it is needed; empty = none.
     back : states from this round on were made of a model that one client had spoiled, and count no more; 0 = all count.
     written : digest of the state that was saved last, the first 32 hexadecimal digits.

@@ -37,7 +37,7 @@ def rate_in(server_round: int, rates: Sequence[float], lr: float) -> float:
 
     Parameters
     ----------
-    server_round : from 1. After the last round of the run, where clients train once more for their scores, the rate is
+    server_round : from 1. After the last round of the run, where clients train again for their scores, the rate is
         that of the last round.
     rates : of rounds 1, 2, ...; empty = `lr` in all.
     """
@@ -140,7 +140,7 @@ def trained_alone(model: nn.Module, prefixes: tuple[str, ...]) -> Iterator[list[
     """
     frozen = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith(prefixes)]
     held = {id(p) for p in frozen}
-    # Frozen and not only left out of the optimizer: the backward pass would fill gradients that nobody clears.
+    # Frozen and not only left out of the optimizer: the backward pass would fill gradients that no one clears.
     for p in frozen:
         p.requires_grad_(False)
     try:

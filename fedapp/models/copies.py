@@ -65,7 +65,7 @@ def _copied(module: M, memo: dict[int, Any]) -> M:
 def redrawn(model: SplitModel, seed: int) -> SplitModel:
     """Return a copy with new random values, drawn head first and then module by module.
 
-    For most models that is what `build_model` draws with this seed, without making the modules anew. It is not for
+    For most models that is what `build_model` draws with this seed, without making the modules again. It is not for
     those that make their modules in another order, or start from stored or special values: compare before you rely on
     it.
     """

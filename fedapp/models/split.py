@@ -43,7 +43,7 @@ class SplitModel(nn.Module):
     def __init__(self, *, name: str, features: nn.Module, activation: nn.ReLU | nn.Identity, head: nn.Linear) -> None:
         super().__init__()
         if isinstance(activation, nn.ReLU) and activation.inplace:
-            raise ValueError("the activation must not work in place: features(x) is used beside represent(x)")
+            raise ValueError("the activation must not work in place: features(x) is used next to represent(x)")
         if head.bias is None:
             raise ValueError("the head needs a bias: head.weight and head.bias are shared by name")
         self.name = name

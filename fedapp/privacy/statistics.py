@@ -1,4 +1,4 @@
-"""Class statistics with noise (`dp = example`): what FedGH, FedNCM, Fed3R, LDA and CCVR send in place of exact ones.
+"""Class statistics with noise (`dp = example`): what FedGH, FedNCM, Fed3R, LDA and CCVR send instead of exact ones.
 
 Features have norm 1 (`SplitModel.unit`), so one image moves counts, sums and second moments by a known distance
 (`core.privacy.Joint`). This holds only where the extractor does not depend on the client's images: it is the one that
@@ -53,7 +53,7 @@ def release(client: Client, rows: Iterable[tuple[Tensor, Tensor]], squares: Squa
     apart = joint.classes if squares == "classes" else 1
     found = [FeatureSums(joint.classes, joint.width, squares != "none") for _ in range(apart)]
     for z, label in rows:
-        # In float64 once more: rounding must not make a row longer than what the noise is for.
+        # In float64 again: rounding must not make a row longer than what the noise is for.
         short = torch.from_numpy(clip_rows(z, BOUND))
         for c, part in enumerate(found):
             chosen = label.cpu() == c if apart > 1 else slice(None)

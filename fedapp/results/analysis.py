@@ -129,7 +129,7 @@ def who_learns_from_whom(run: RunResult) -> Blend:
 
     Raises
     ------
-    Unavailable : the method sends one model to all clients, or none; or nobody has taken part yet.
+    Unavailable : the method sends one model to all clients, or none; or no one has taken part yet.
     """
     method, hparams = method_of(run)
     table = run.clients.drop_duplicates("client", keep="last")

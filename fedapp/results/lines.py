@@ -68,7 +68,7 @@ def scores(event: Mapping[str, Any], clients: int) -> str:
 
 
 class Spoken:
-    """Prints a run's events as lines, for Flower's log of a simulation that nobody else follows."""
+    """Prints a run's events as lines, for Flower's log of a simulation that no one else follows."""
 
     def __init__(self, say: Any) -> None:
         self.say = say

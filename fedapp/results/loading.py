@@ -7,7 +7,7 @@
 | `received` | with `keep-models` what `received_accuracy` scores          | `received.safetensors` of the node   |
 
 With `final-training = false` the model after the last training is the one that final.csv scores. With `select =
-validation` the round that was chosen stands in place of the last one. Without a client it is
+validation` the chosen round replaces the last one. Without a client it is
 the global model of the method, as the server published it at the end.
 """
 

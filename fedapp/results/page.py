@@ -1,4 +1,4 @@
-"""The tables of a report's page, and the page, which the templates beside this file lay out.
+"""The tables of a report's page, and the page, which the templates next to this file lay out.
 
 `run.html.jinja` and `comparison.html.jinja` hold what a page says, `parts.html.jinja` how its parts look, and
 `report.html.jinja` the frame.

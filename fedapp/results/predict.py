@@ -188,7 +188,7 @@ def read_model(
     ----------
     path : `personal.safetensors` or `received.safetensors` of a client, or a run's `models/last.safetensors`.
     dataset : published data set whose classes and normalisation to use where the file does not say (a server's file).
-    facts : returns them in place of `dataset`.
+    facts : returns them instead of `dataset`.
     more : further entries of the header, for `about`: `client`, `name`, `when`.
     allow : own models that the file may name; their code is imported.
 

@@ -381,7 +381,7 @@ NAMES = {"method", "variant", "reference"}
 
 
 def _other_tables(comparison: Comparison) -> Iterable[tuple[str, int, Table]]:
-    """Yield name, number of rows and table of the CSV files beside results.csv that the page shows nowhere else."""
+    """Yield name, number of rows and table of the CSV files besides results.csv that the page shows nowhere else."""
     for path in sorted(p for p in comparison.out.glob("*.csv") if p.name not in TABLES):
         try:
             table = read_table(path)

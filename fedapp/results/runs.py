@@ -369,7 +369,7 @@ class RunResult:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Metrics that were measured beside accuracy and loss, as their columns are named."""
+        """Metrics that were measured besides accuracy and loss, as their columns are named."""
         found = {name: None for scores in self.summary.get("metrics", {}).values() for name in scores}
         return tuple(name for name in found if name not in ALWAYS)
 

@@ -38,7 +38,7 @@ class EvaluationSettings(Group):
     )
     final_clients: Annotated[int, Field(ge=1)] | Auto = Field(
         "auto",
-        description="clients that train once more, and fine-tune, for scores of all clients; the others are scored as "
+        description="clients that train again, and fine-tune, for scores of all clients; the others are scored as "
         "they receive; auto = all, but in simulations of more than 500 five rounds' worth of clients, at least 500",
     )
     balanced_clients: Annotated[int, Field(ge=1)] | Auto = Field(
@@ -72,12 +72,12 @@ class EvaluationSettings(Group):
 
     @cached_property
     def adaptations(self) -> tuple[int, ...]:
-        """The numbers of local epochs after which unseen clients are scored, beside what they receive."""
+        """The numbers of local epochs after which unseen clients are scored, besides what they receive."""
         return tuple(sorted({n for n in whole_numbers("adapt-epochs", self.adapt_epochs) if n > 0}))
 
     @cached_property
     def further_metrics(self) -> tuple[str, ...]:
-        """The metrics that are measured beside accuracy and loss, which are always there; with `auc` its classes."""
+        """The metrics that are measured besides accuracy and loss, which are always there; with `auc` its classes."""
         names = dict.fromkeys(n for m in listed(self.metrics) for n in ((m, "auc_classes") if m == "auc" else (m,)))
         return tuple(m for m in names if m not in (*ALWAYS, CONFUSION))
 

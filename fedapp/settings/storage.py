@@ -17,7 +17,7 @@ class StorageSettings(Group):
     lost_state: Literal["refuse", "restart"] = Field(
         "refuse",
         description="what a client does whose stored state is lost, damaged, older than the server knows or another "
-        "client's: refuse = it takes no part and is named; restart = it begins anew, marked in the tables",
+        "client's: refuse = it takes no part and is named; restart = it starts again, marked in the tables",
     )
     warm_start: bool = Field(False, description="clients start from the state that an earlier run left")
     track: str = Field(

@@ -18,9 +18,9 @@ from fedapp.data.partitions import UNION
 from fedapp.transport.request import RoundRequest
 
 FEW = 500
-"""Clients up to which all train once more for their scores."""
+"""Clients up to which all train again for their scores."""
 ROUNDS = 5
-"""Rounds' worth of clients that train once more, where that is more than `FEW`."""
+"""Rounds' worth of clients that train again, where that is more than `FEW`."""
 FEW_BALANCED = 100
 """Clients up to which the balanced score is taken on all of them, on all of its images."""
 SHARE = 0.1
@@ -38,9 +38,9 @@ class Scoring:
     Attributes
     ----------
     clients : number of all clients.
-    finalists : those that train once more and fine-tune.
+    finalists : those that train again and fine-tune.
     balanced : those of the balanced score.   images : largest number of its images.
-    retrains : whether evaluations train once more.   receives : whether clients are scored before that too.
+    retrains : whether evaluations train again.   receives : whether clients are scored before that too.
     """
 
     clients: int

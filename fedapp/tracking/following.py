@@ -174,7 +174,7 @@ class Trackers:
         try:
             self.state = read_json(self.out / STATE)
         except BadRequest as e:
-            self.tell(f"{e}: trackers begin anew")
+            self.tell(f"{e}: trackers start again")
         for name in names(self.config.storage.track):
             self._attempt(name, partial(self._start, name, done))
         write_json(self.out / STATE, self.state)

@@ -49,7 +49,7 @@ class TensorBoard(Tracker):
         self._text(folder, f"TensorBoard keeps no files; these lie in the run directory:\n\n{lines}")
 
     def end(self, status: str, summary: Mapping[str, float], error: str) -> None:
-        """Write the hyperparameters beside the final scores, and close."""
+        """Write the hyperparameters next to the final scores, and close."""
         self._text("status", f"{status}: {error}" if error else status)
         if summary:
             final = {f"final/{name}": value for name, value in summary.items()}

@@ -28,7 +28,7 @@ from fedapp.errors import BadRequest
 from fedapp.transport import roster
 
 PROOF = 512
-"""Bytes of a proof: the node's public key and a signature, zeros where there is none."""
+"""Bytes of a proof: the node's public key and a signature, zeros without a proof."""
 
 
 class Identity:

@@ -47,7 +47,7 @@ class StateLedger:
             return "the digest of its state is not one"
         lost = info.get("state-lost", "")
         if lost and not self.restart:
-            return f"its state is lost and it began anew, which lost-state = 'refuse' does not allow: {lost}"
+            return f"its state is lost and it started again, which lost-state = 'refuse' does not allow: {lost}"
         known = self.states.get(client, ("", False))[0]
         if not lost and info.get("state-from", "") != known:
             return f"it went on from the state '{info.get('state-from', '')}', the server knows '{known}'"

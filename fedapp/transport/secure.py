@@ -372,7 +372,7 @@ class SecureSums:
         for reply in ask("query.keys", new, wanted) if new else ():
             key = reply.arrays[KEYS].tobytes()
             if not usable(key):
-                self.cohort.refuse(exchange, reply.client, "its public key is none", "query.keys")
+                self.cohort.refuse(exchange, reply.client, "its public key is not valid", "query.keys")
             elif self._owners.setdefault(key, reply.client) != reply.client:
                 text = f"its public key is client {self._owners[key]}'s"
                 self.cohort.refuse(exchange, reply.client, text, "query.keys")
@@ -396,7 +396,7 @@ class SecureSums:
             if usable(key):
                 collector.offers[reply.client] = Offer(key, digest, reply.arrays[SHARES])
             else:
-                self.cohort.refuse(exchange, reply.client, "its public key is none", "query.shares")
+                self.cohort.refuse(exchange, reply.client, "its public key is not valid", "query.shares")
         self._blame(exchange, ids, collector)
         for client in set(ids) - set(collector.offers):
             self.keys.pop(client)  # a node that was restarted has another key

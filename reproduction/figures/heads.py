@@ -39,7 +39,7 @@ from reproduction.figures.models import data_of, global_arrays, initial_arrays
 def head_norm_history(run: RunResult) -> dict[int, tuple[Ints, Floats]]:
     """Return the row norms of the clients' heads over rounds: {client: (rounds (T,), norms (T, C))}.
 
-    Each client records them beside its own state, on its own disk. They are never sent.
+    Each client records them next to its own state, on its own disk. They are never sent.
     """
     found: dict[int, tuple[Ints, Floats]] = {}
     for client, folder in client_folders(run).items():
@@ -86,7 +86,7 @@ def first_round(run: RunResult, client: int) -> Floats:
 def fine_tuned(run: RunResult) -> tuple[list[int], Floats, Floats]:
     """Return client ids, the row norms of the last global head (C,), and those after local training from it (K, C).
 
-    Every client is trained once more, as in the round after the last.
+    Every client is trained again, as in the round after the last.
 
     Raises
     ------

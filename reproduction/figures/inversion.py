@@ -35,7 +35,7 @@ from reproduction.figures.models import data_of, global_model, head_inputs, inpu
 SECRET = 2000
 """Training images that are looked at, at most."""
 DRAWN = -1
-"""In place of a number of images: a draw from N(mu_c, Sigma_c) of all the class's images, a virtual representation."""
+"""Instead of a number of images: a draw from N(mu_c, Sigma_c) of all the class's images, a virtual representation."""
 
 
 def invert(
@@ -93,7 +93,7 @@ class Attack:
     ----------
     images : n.   secret, recovered : examples, (m, n, H, W, C) and (m, H, W, C) in [0, 1].   label : (m,).
     similarity : mean correlation of the recovered image with the most similar of the n real ones.
-    by_class : the same for the mean image of the class in place of the recovered one: what the label alone gives.
+    by_class : the same for the mean image of the class instead of the recovered one: what the label alone gives.
     identified : share of attacks in which the training image of the class that is most similar to the recovered one is
         one of the n.
     chance : what `identified` would be for a random image of the class.

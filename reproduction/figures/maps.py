@@ -41,7 +41,7 @@ def named_maps(
 
 @styled
 def conductance(panels: Mapping[str, tuple[Array, Sequence[Any]]], image: Array) -> Figure:
-    """Draw ranks of units (columns, sorted by their mean rank) at clients (rows), one panel per run, beside the image.
+    """Draw ranks of units (columns, sorted by their mean rank) at clients (rows), one panel per run, next to the image.
 
     Parameters
     ----------

@@ -75,7 +75,7 @@ def norm_evolution(history: Mapping[Any, tuple[Array, Array]], shares: Mapping[A
         p, edge = shares[client], axes.get_yaxis_transform()
         chosen = _shares(axes, rounds, values, p, named, 1.04)
         place = -math.inf
-        for c in sorted(chosen, key=lambda c: float(p[c])):  # names beside the bars, pushed apart where they touch
+        for c in sorted(chosen, key=lambda c: float(p[c])):  # names next to the bars, pushed apart where they touch
             place = max(float(p[c]), place + 0.09 * top)
             axes.annotate(
                 str(c), (1.06, place), xycoords=edge, fontsize=letters(7), color=INK, va="center",
@@ -234,7 +234,7 @@ def cka(panels: Mapping[str, Mapping[str, Array]]) -> Figure:
             j = layers.index(layer)
             values = matrix[np.triu_indices(len(matrix), 1)]
             values = values[np.isfinite(values)]
-            # A fixed fan-out in place of random jitter: the same picture every time.
+            # A fixed fan-out instead of random jitter: the same picture every time.
             fan = (np.arange(len(values)) * 0.618 % 1 - 0.5) * 0.12
             axes.plot(j + shift[i] + fan, values, ".", color=look["color"], markersize=3, alpha=0.3, markeredgewidth=0)
             means[j] = values.mean() if len(values) else np.nan

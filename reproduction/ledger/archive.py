@@ -192,7 +192,7 @@ def _brief(numbers: list[Any]) -> str:
 
 
 def write(folder: Path, runs: Mapping[RunKey, RunResult]) -> Archive:
-    """Write finished runs, beside those that the folder holds and that are not among them.
+    """Write finished runs, next to those that the folder holds and that are not among them.
 
     Returns
     -------

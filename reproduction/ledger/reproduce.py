@@ -302,7 +302,7 @@ def _made_with(versions: Mapping[str, str]) -> str:
 
 
 def study_table(study: Study, evidence: Evidence) -> list[str]:
-    """Build a study's table: every finished variant, mean ± std over seeds, with the paper's number beside it."""
+    """Build a study's table: every finished variant, mean ± std over seeds, with the paper's number next to it."""
     found: dict[str, list[RunResult]] = {}
     for variant in study.variants:
         with contextlib.suppress(MissingRun):

@@ -47,7 +47,7 @@ UNMEASURED = "*Not measured yet.*"
 
 
 class Block(Entry):
-    """One setting: run-config keys beside the common ones, and in words what they are."""
+    """One setting: run-config keys next to the common ones, and in words what they are."""
 
     id: str
     title: str

@@ -1,7 +1,7 @@
 """The table of docs/har.md: `python -m reproduction study har --data har.npz --out runs/har --doc docs/har.md`.
 
 Two comparisons of the recipe `har`. `levels` has the recipe's length and trains on all training rows, as the reference
-implementation did whose scores stand beside it. `methods` has all methods and chooses the round by validation rows.
+implementation did whose scores stand next to it. `methods` has all methods and chooses the round by validation rows.
 Finished runs are not run again, so the command can be stopped and started at any time. Without `--data` nothing is run,
 and the tables are made of the runs that are there.
 """
@@ -83,7 +83,7 @@ def gain(values: Sequence[float], step: float) -> str:
 
 
 def levels_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
-    """Build the table beside the reference implementation."""
+    """Build the table next to the reference implementation."""
     rows = []
     for name, theirs in LEVELS.items():
         if here := runs.get(name, ()):

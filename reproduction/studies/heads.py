@@ -1,4 +1,4 @@
-"""Heads in closed form beside CCVR, on one trained extractor a seed.
+"""Heads in closed form next to CCVR, on one trained extractor a seed.
 
 `python -m reproduction study heads --dataset cifar10`
 

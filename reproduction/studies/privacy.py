@@ -177,7 +177,7 @@ def head_of(net: SplitModel) -> Arrays:
 
 
 def settings(data: Path, dataset: str, weights: Path, seed: int) -> dict[str, Any]:
-    """Return the run-config keys that a cell's run has beside method, epsilon and rounds."""
+    """Return the run-config keys that a cell's run has besides method, epsilon and rounds."""
     return {
         "dp": "example", "dataset": dataset, "data-dir": str(data), "model": SOURCES[dataset].model, "seed": seed,
         "weights": str(weights), "clients": CLIENTS, "partition": "dirichlet", "alpha": 0.5, "protocols": "global",
@@ -330,7 +330,7 @@ CHOSEN_BY = (0.5, 2.0, 8.0)
 def edge(joint: Joint, noise: float, clients: int) -> float:
     """Return the largest eigenvalue of the noise on one matrix of second moments, for large d.
 
-    Entries beside the diagonal are independent, with variance ``s^2 / 2`` each where s is the deviation on the
+    Entries off the diagonal are independent, with variance ``s^2 / 2`` each where s is the deviation on the
     diagonal. So the eigenvalues fill a semicircle of radius ``2 sqrt(d) s / sqrt(2)`` (Wigner 1955), and those of the
     sum over clients one of ``sqrt(K)`` times that.
     """

@@ -64,7 +64,7 @@ def measured(clients: int, numbers: int, gone: int) -> dict[str, float]:
 
 
 def sizes(clients: int, numbers: int) -> dict[str, int]:
-    """Return the bytes of arrays that one client sends and gets beside its payload, and the plain reply's."""
+    """Return the bytes of arrays that one client sends and gets besides its payload, and the plain reply's."""
     return {
         "plain": 4 * numbers,
         "hidden": 8 * numbers,

@@ -62,5 +62,5 @@ class FinalTrainingNotice(Hook):
             clients, chosen = scoring.clients, len(scoring.finalists)
             known = counted(clients, "client")
             some = f"all {known}" if chosen == clients else f"{chosen} of {known}"
-            text = f"{some} {'train' if clients > 1 else 'trains'} once more for their scores"
+            text = f"{some} {'train' if clients > 1 else 'trains'} again for their scores"
             self.run.tell({"kind": "waiting", "text": f"{text}; set final-training = false to skip this"})

@@ -58,7 +58,7 @@ class Tables(Hook):
         self.run.directory.append("clients.csv", *found)
         self.run.directory.dropped(exchange.dropped)
         for client in (c for c, r in rows.items() if r.get("restarted") == 1):
-            run.warn(f"client {client} began anew in round {at.round}, because its stored state was lost")
+            run.warn(f"client {client} started again in round {at.round}, because its stored state was lost")
         if outcome.void:
             run.warn(f"round {at.round} is void, the model stays as it was: {outcome.void}")
 

@@ -27,7 +27,7 @@ MEASURES = {
 }
 """Measures of significance.csv with a plot: its name, and the compared score."""
 MOST_METHODS = 3
-"""Methods whose single clients are shown: panels stand beside each other."""
+"""Methods whose single clients are shown: panels stand next to each other."""
 MOST_MARKS = 300
 """Marks of a method from which on a plot of all seeds shows one method."""
 SHARES = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)

@@ -112,7 +112,7 @@ def _label_distribution(runs: Runs) -> Words:
     counts, classes = runs[0].counts, runs[0].classes
     held, images = (counts > 0).sum(axis=1), counts.sum(axis=1)
     return (
-        "Training images by class and client; an empty cell is none.",
+        "Training images by class and client; an empty cell means 0.",
         f"Heat map: {counts.shape[0]} clients hold {held.min()} to {held.max()} of {counts.shape[1]} classes and "
         f"{images.min()} to {images.max()} training images each.",
         maps.label_heat(counts, classes),

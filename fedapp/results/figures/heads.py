@@ -16,7 +16,7 @@ from fedapp.results.statistics import within_rows
 
 
 def head_maps(runs: Runs) -> Words:
-    """Draw class counts beside the row norms of the clients' heads."""
+    """Draw class counts next to the row norms of the clients' heads."""
     base = runs[0]
     shares = analysis.label_shares(base)
     found = each(runs, analysis.head_norms)

@@ -30,7 +30,7 @@ def label_heat(counts: Array, classes: Sequence[str]) -> Figure:
 
 @styled
 def norm_maps(panels: Mapping[str, Array], classes: Sequence[str], clients: Sequence[Any]) -> Figure:
-    """Draw (K, C) maps side by side, class counts on their own scale beside norms of heads on a common one."""
+    """Draw (K, C) maps side by side, class counts on their own scale next to norms of heads on a common one."""
     height = min(9.0, 1.9 + 0.17 * len(clients))
     figure, (grid,) = new_figure(WIDTH, height, "class", "client", columns=len(panels), grid=None, sharey=True)
     norms = list(panels.values())[1:]

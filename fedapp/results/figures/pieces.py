@@ -202,7 +202,7 @@ def heat_map(
 def colour_scale(
     figure: Figure, mesh: Any, axes: Any, label: str = "", pad: float = 0.015, location: str = "right"
 ) -> None:
-    """Draw what the colours of a heat map mean beside its axes, or below them."""
+    """Draw what the colours of a heat map mean next to its axes, or below them."""
     if is_narrow():
         location, pad = "bottom", 0.02
     beside = location == "right"

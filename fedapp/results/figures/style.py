@@ -41,7 +41,7 @@ ON_DARK, ON_LIGHT = "#fffffe", "#000001"
 WIDTH = 7.8
 """Width of a full figure in inches."""
 NARROW = 3.7
-"""Width of all figures on a phone in inches: 355 CSS pixels, which a screen of 390 has beside its margins."""
+"""Width of all figures on a phone in inches: 355 CSS pixels, which a screen of 390 has besides its margins."""
 SMALLEST = 7.6
 """Size of letters in points that is at least ten CSS pixels."""
 
@@ -161,7 +161,7 @@ def _with_titles(svg: str, group: str, texts: Sequence[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """A figure with what a page needs beside it.
+    """A figure with what a page needs next to it.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What all figures of runs share: the types, and how numbers are written beside them."""
+"""What all figures of runs share: the types, and how numbers are written next to them."""
 
 from __future__ import annotations
 
