@@ -11,6 +11,7 @@ the values are NaN until `receive` has replaced them. An evaluation scores the s
 |-----------------------------------|------------------------------------------|---------------------------------|
 | `build_model(spec, hparams)`      | whenever a model is built, on both sides | the model of the zoo            |
 | `common_facts()`                  | when the client registers                | no facts to compare             |
+| `largest_feature()`               | then too                                 | not stated                      |
 | `trains_on(rows, held, hparams)`  | before that, in a simulation             | all of its training images      |
 | `receive(payload)`                | before the score `received`              | copies the shared arrays        |
 | `configure_model(model, scalars)` | in `receive`, and on the server          | nothing                         |
@@ -285,6 +286,10 @@ class FedClient(PositionalClient):
     def common_facts(self) -> dict[str, Scalar]:
         """Return facts that must be equal at all clients, such as a checksum of public images."""
         return {}
+
+    def largest_feature(self) -> float | None:
+        """Return the largest absolute value of a feature of the training rows, if the method needs it, else None."""
+        return None
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer the server's query `kind` with the model after `receive(payload)`.
@@ -717,6 +722,8 @@ class FedClient(PositionalClient):
             "shapes": json.dumps(shapes),
             "common": json.dumps({**self.common_facts(), **self._body()}),
         }
+        if (largest := self.largest_feature()) is not None:
+            info["largest-feature"] = largest
         return {"num-examples": self.task.num_samples, "test-examples": len(self.task.y_test)}, info
 
     def _body(self) -> dict[str, Scalar]:

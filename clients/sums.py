@@ -16,6 +16,10 @@ With `personal` each client fits the bias of the scaled head f (W, b) to its own
 b_k = f b + log p_k - w log q, with p_k = (n_kc + m / C) / (n_k + m), q the same of all clients together, and w the
 strength of log q in the head's own logits. A class without rows anywhere keeps its bias.
 
+Where the data are features and nothing is trained, the client states M, the largest |z| of its training rows, when it
+registers. From N and M of all clients follows k (`core.sums.exact_bits`): features are then rounded to multiples of
+2^-k, and A and b are exact. With dp or `min_count` above 1 M is not stated.
+
 With `dp = example` the answer is `sums/count`, `sums/sum` and `sums/square` with noise (`fedapp/privacy/clients.py`).
 """
 
@@ -30,10 +34,11 @@ from pydantic import Field
 
 from clients.posthoc import PostHocClient, PostHocHParams
 from clients.shares import Float64, SharesClient, shares
-from fedapp.core import sums
+from fedapp.core import masks, sums
 from fedapp.core.sums import FeatureSums
 from fedapp.lazy import torch
 from fedapp.method import Arrays, Payload, Scalar
+from fedapp.models import IDENTITY
 from fedapp.reduce.spec import Totals
 
 SUMS = "sums/"
@@ -115,11 +120,21 @@ class SumsClient(PostHocClient):
     repeats: ClassVar[Mapping[str, str]] = {}
     """Further queries -> the one that they repeat, of other rows."""
 
+    def largest_feature(self) -> float | None:
+        """Return the largest |z| of the training rows where sums can be exact."""
+        given = self.task.model == IDENTITY and self.settings.base == "none"
+        if not given or self.settings.min_count > 1 or self.task.privacy is not None:
+            return None
+        self.model = self.initial_model()
+        return max(float(z.abs().max()) for z, _ in self.feature_batches("register"))
+
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer `sums`, or `losses` with those of the head that was sent."""
         asked = self.repeats.get(kind, kind)
         if asked == "sums":
-            found = FeatureSums(self.task.num_classes, self.model.width, self.squares, self.settings.energy())
+            twice = payload.scalars.get(masks.SUM_BITS)
+            bits = None if twice is None else int(twice) // 2
+            found = FeatureSums(self.task.num_classes, self.model.width, self.squares, self.settings.energy(), bits)
             for z, label in self.described(kind):
                 found.update(z, label)
             return {SUMS + name: array for name, array in found.arrays().items()}, self.measure("received")

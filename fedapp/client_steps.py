@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 from clients.base import FedClient
 from fedapp import process
-from fedapp.core import masks
 from fedapp.errors import BadRequest
 from fedapp.method import Arrays, Payload, Scalar
 from fedapp.tasks import claim
@@ -120,7 +119,7 @@ def secure_sum(client: FedClient, secrets_of: Callable[[int], AbstractContextMan
         sums = client.method.sums(client.hparams)
         if sums is None:
             raise BadRequest(f"secure-sum: {client.method.id} needs the reply of each client")
-        bits = masks.BITS
+        bits = None
         if client.releaser is None:
             found = secure.additive(outcome.arrays, sums, client.task.num_samples, client.task.num_classes)
         elif client.releaser.steps is None:

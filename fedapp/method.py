@@ -108,6 +108,7 @@ class Reply:
     arrival : position in the order in which replies arrived, from 0.
     members : instead of one client's, this reply stands for these clients' (`secure-sum`): `arrays` are their weighted
         means and their sums, `num_samples` is the sum of theirs, and they have no arrays.
+    lost : most by which each number of such sums may differ from the exact one.
     """
 
     client: int
@@ -118,6 +119,7 @@ class Reply:
     kind: str = "train"
     arrival: int = 0
     members: tuple[Reply, ...] = ()
+    lost: float = 0.0
 
     @property
     def singles(self) -> tuple[Reply, ...]:
@@ -133,6 +135,7 @@ class ClientInfo:
     ----------
     shapes : shape of every array that the client would send or receive, by name.
     common : facts that must be equal at all clients, such as a checksum of the public images.
+    largest : largest absolute value of a feature of the training rows; None = not stated.
     """
 
     client: int
@@ -141,6 +144,7 @@ class ClientInfo:
     num_classes: int
     shapes: Mapping[str, tuple[int, ...]]
     common: Mapping[str, Any] = field(default_factory=dict)
+    largest: float | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 1. Any base method with one global model trains as it always does; with `base=none` the model stays as it is given.
 2. One query to all clients for b_k (C, d + 1) and, where the head needs it, A_k (`clients/sums.py`).
 3. A = sum_k A_k, b = sum_k b_k, in float64; a method makes a head of them (`rows`).
+   Where all clients have stated the largest absolute value of a feature, the query names k, and both sums are exact.
 4. One factor for all logits (`scale`), which changes no prediction. With `scale=fit` a second query gives the sums over
    clients of the head's losses for a list of factors.
 5. With `choose` steps 2 to 4 come twice: first for a head by which clients choose (`clients/choice.py`).
@@ -21,10 +22,21 @@ import numpy.typing as npt
 from clients.choice import CHOSEN, FIRST, FIRST_STRENGTH, KEPT, OWN_DEFAULT, Choosing
 from clients.shares import NUMBERS, PRIOR
 from clients.sums import STRENGTH, SUMS, OwnShares, SumsClient, SumsHParams, shares_of
-from fedapp.core import sums
+from fedapp.core import masks, sums
 from fedapp.core.sums import Float64
-from fedapp.errors import Impossible
-from fedapp.method import Arrays, BaseHParams, Method, Payload, Reductions, Reply, Scored, ServerContext, ServerState
+from fedapp.errors import BadRequest, Impossible
+from fedapp.method import (
+    Arrays,
+    BaseHParams,
+    Method,
+    Payload,
+    Reductions,
+    Reply,
+    Scalar,
+    Scored,
+    ServerContext,
+    ServerState,
+)
 from fedapp.reduce.spec import Query, Total, Totals
 from strategies._composition import built_on, on
 from strategies._shares import WithShares
@@ -82,7 +94,7 @@ class HeadFromSums(WithShares):
         The repair, the replies to the query of sums, class counts (C,), and the summary's entries.
         """
         names = renamed or {}
-        reduced = query(names.get("sums", "sums"), Payload(common=w))
+        reduced = query(names.get("sums", "sums"), Payload(common=w, scalars=self.sum_bits()))
         found = reduced.totals("sums")
         counts = found.sums["b"][:, -1]
         if not counts.any():  # no class has `min_count` samples anywhere: the model stays as trained
@@ -98,6 +110,25 @@ class HeadFromSums(WithShares):
                     "scale = none: one of the two may count too much. scale=fit fits it, without dp"
                 )
         return entry, reduced.clients, counts, {"scale": scale, **entries}
+
+    def sum_bits(self) -> dict[str, Scalar]:
+        """Return the scalar of a query with which sums are exact; empty unless all clients state a largest feature.
+
+        Raises
+        ------
+        BadRequest : the features are so large that too few bits behind the point are left.
+        """
+        clients = self.context.clients
+        largest = [c.largest for c in clients if c.largest is not None]
+        if not largest or len(largest) < len(clients):
+            return {}
+        bits = sums.exact_bits([c.num_samples for c in clients], max(largest))
+        if bits is None:
+            raise BadRequest(
+                f"client {clients[int(np.argmax(largest))].client} has a feature of {max(largest):g}, which leaves "
+                f"fewer than {sums.LEAST_BITS} bits behind the point of features in exact sums: scale the features down"
+            )
+        return {masks.SUM_BITS: 2 * bits}
 
     def scale(
         self, w: Arrays, rows: Float64, seen: npt.NDArray[np.bool_], query: Query, losses: str = "losses"

@@ -805,6 +805,9 @@ HELLOS: dict[str, tuple[dict[str, Any], str]] = {
     "count 1e18": ({"count": 10**18}, "its num-examples is"),
     "partitions -1": ({"partitions": -1}, "its partitions is -1"),
     "common list": ({"common": json.dumps({"a": [1]})}, "common facts"),
+    "largest feature nan": ({"largest_feature": math.nan}, "its largest-feature is nan"),
+    "largest feature -1": ({"largest_feature": -1.0}, "its largest-feature is -1.0"),
+    "largest feature text": ({"largest_feature": "1"}, "its largest-feature is 1, a number"),
 }
 """What no client of ours states about itself, with a part of the reason."""
 

@@ -12,17 +12,21 @@ since the scatter within classes is ``A_zz - sum_c S_c S_c^T / n_c``. Sums do no
 clients, so each head equals that of all features together.
 
 Everything is float64: with features that lie at 100, sums in float32 move the ridge solution by a fifth of its size.
-Heads are rows (C, d + 1), weights and then the bias; `as_head` makes arrays of them.
+Features that are multiples of ``2^-k`` have exact sums (`exact_bits`): ``A`` and ``b`` then have the same bits for any
+order and any division of the samples. Heads are rows (C, d + 1), weights and then the bias; `as_head` makes arrays of
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from fedapp.core import masks
 from fedapp.core.gaussian import pack, unpack
 from fedapp.core.robust import believed
 from fedapp.errors import Impossible
@@ -40,8 +44,29 @@ PENALTIES: Float64 = np.array(
      5.623413251903491)] + [1e5]
 )  # fmt: skip
 """Multiples of a feature's mean square, 0.01 to 100,000, of which `best_penalty` takes one."""
+MOST_BITS, LEAST_BITS = 18, 4
+"""Bits behind the point of features whose sums are exact."""
 TOLERANCE = 1e-9
 """How far rounding may take second moments from possible ones, relative to their largest entry."""
+
+
+def exact_bits(samples: Sequence[int], largest: float) -> int | None:
+    """Return the largest k for which sums of features that are multiples of ``2^-k`` are exact, or None.
+
+    Products are multiples of ``2^-2k``, and no partial sum is larger than ``N M^2``. Float64 holds up to ``2^53`` such
+    units, so k is ``(53 - log2(N M^2)) / 2``, rounded down, from `LEAST_BITS` to `MOST_BITS`. A secure sum must not
+    wrap in these units.
+
+    Parameters
+    ----------
+    samples : n_k of each client, (K,), N in all.   largest : M, the largest absolute value of a feature.
+    """
+    for k in range(MOST_BITS, LEAST_BITS - 1, -1):
+        most = float(np.rint(largest * 2.0**k))
+        part = max(samples) * max(1.0, (most / 2.0**k) ** 2)
+        if sum(samples) * most**2 <= 2.0**53 and part <= masks.largest(len(samples), 2 * k):
+            return k
+    return None
 
 
 class FeatureSums:
@@ -51,9 +76,14 @@ class FeatureSums:
     ----------
     num_classes, width : C and d.   squares : whether ``A`` is wanted too.
     energy : whether ``sum |z|^2 / d`` is wanted, which is no larger than the entries of A are.
+    bits : k; features are rounded to multiples of ``2^-k``. None = they are not rounded.
     """
 
-    def __init__(self, num_classes: int, width: int, squares: bool = True, energy: bool = False) -> None:
+    def __init__(
+        self, num_classes: int, width: int, squares: bool = True, energy: bool = False, bits: int | None = None
+    ) -> None:
+        # A float64 number plus this one has no bits below 2^-k, so the addition rounds.
+        self._rounder = None if bits is None else 1.5 * 2.0 ** (52 - bits)
         self.b = np.zeros((num_classes, width + 1))
         self.energy = np.zeros(1) if energy else None
         # Column-major, and only the upper triangle is valid: what dsyrk writes.
@@ -64,6 +94,9 @@ class FeatureSums:
         y = labels.cpu().numpy()
         h = np.ones((len(y), self.b.shape[1]))
         h[:, :-1] = features.detach().cpu().numpy()
+        if self._rounder is not None:
+            h[:, :-1] += self._rounder
+            h[:, :-1] -= self._rounder
         if self.energy is not None:
             self.energy += (h[:, :-1] ** 2).sum() / (h.shape[1] - 1)
         for c in np.unique(y):
@@ -178,11 +211,23 @@ def _cholesky(matrix: Float64) -> torch.Tensor | None:
     return None if int(info) else root
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let PyTorch work on one thread, as the last bits of its solutions depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _solve(matrix: Float64, rows: Float64) -> Float64:
     """Return X (C, d) with ``matrix x_c = rows_c``, for a matrix that is positive definite but for rounding."""
     right = torch.from_numpy(np.ascontiguousarray(rows.T))
-    if (root := _cholesky(matrix)) is not None:
-        return np.ascontiguousarray(torch.cholesky_solve(right, root).numpy().T)
+    with _one_thread():
+        if (root := _cholesky(matrix)) is not None:
+            return np.ascontiguousarray(torch.cholesky_solve(right, root).numpy().T)
     values, vectors = torch.linalg.eigh(torch.from_numpy(matrix))
     values = values.clamp_min(float(values.max()) * 1e-12)
     return np.ascontiguousarray((vectors @ ((vectors.T @ right) / values[:, None])).numpy().T)

@@ -30,7 +30,6 @@ from fedapp.core import gaussian
 from fedapp.core.averages import RunningMean
 from fedapp.core.classmeans import problem_of
 from fedapp.core.gaussian import ClassMoments
-from fedapp.core.masks import rounding
 from fedapp.core.names import under
 from fedapp.core.privacy import Squares
 from fedapp.core.robust import RobustMean, weaker
@@ -230,7 +229,7 @@ class Total(Reduction):
     def problem(self, context: ServerContext, reply: Reply, form: Arrays) -> str | None:
         """Return why arrays cannot be sums over so many samples, or None."""
         arrays = under(self.prefix, reply.arrays)
-        problem = self.check(context, arrays, rounding(len(reply.members)))
+        problem = self.check(context, arrays, reply.lost)
         found = self.samples(arrays) if self.samples and not problem else 0
         if found > reply.num_samples:
             return Impossible(f"sums of {found:g} samples from a client of {reply.num_samples}")

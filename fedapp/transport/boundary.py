@@ -226,10 +226,13 @@ def _read_registration(message: Message) -> Registration | Refused:
         return Refused(f"samples of shape {info['shape']} are not possible")
     if not isinstance(common, dict) or not all(isinstance(v, (str, int, float)) for v in common.values()):
         return Refused("its common facts are not plain values")
+    largest = info.get("largest-feature")
+    if largest is not None and not (isinstance(largest, float) and 0 <= largest < math.inf):
+        return Refused(f"its largest-feature is {str(largest)[:NAME_MOST]}, a number of at least 0 is needed")
     sized = {name: tuple(sides) for name, sides in shapes.items()}
     return Registration(
         int(info["client"]), int(metrics["num-examples"]), str(info["model"]), int(info["num-classes"]), sized, common,
-        int(metrics["test-examples"]), info,
+        int(metrics["test-examples"]), info, largest=largest,
     )  # fmt: skip
 
 

@@ -201,6 +201,11 @@ class Cohort(ABC):
             client = int(who.split()[-1]) if who[-1].isdigit() else -1
             self._note_error(0, client, "register", registration.reason)
             raise UnableClient(f"{who} cannot take part: {last_line(registration.reason)}", client)
+        if (largest := registration.largest or 0.0) > (most := self.validation.max_abs):
+            raise BadRequest(
+                f"client {registration.client} cannot take part: it has a feature of {largest:g}, and max-abs is "
+                f"{most:g}: scale the features down, or raise max-abs"
+            )
         return registration
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------

@@ -211,13 +211,15 @@ class SecureClient:
         offer = self.member.offer(tag, keys, least)
         return {KEYS: _bytes(offer.key), DIGEST: _bytes(offer.digest), SHARES: offer.sealed}
 
-    def hide(self, given: Payload, arrays: Mapping[str, Array], bits: int = masks.BITS) -> Arrays:
+    def hide(self, given: Payload, arrays: Mapping[str, Array], bits: int | None = None) -> Arrays:
         """Return what is sent in place of arrays, which `additive` made.
 
         Parameters
         ----------
-        given : the part of the message that `taken_from` took out of it.   bits : see `masks.encode`.
+        given : the part of the message that `taken_from` took out of it.
+        bits : see `masks.encode`; None = as many as the message asks for.
         """
+        bits = _bits(given) if bits is None else bits
         ids = _ids(given.arrays.get(IDS))
         sealed = dict(zip(ids, _rows(given.arrays.get(SHARES), len(ids), SEALED), strict=True))
         vector = masks.encode(arrays, len(self.member.kept.get("ids", ())) or 1, bits)
@@ -225,11 +227,16 @@ class SecureClient:
 
 
 def taken_from(payload: Payload) -> tuple[Payload, Payload]:
-    """Return a message without what belongs to secure sums, and that."""
+    """Return a message without what belongs to secure sums, and that, with the bits of its sums."""
     mine = {n: a for n, a in payload.arrays.items() if n.startswith(PREFIX)}
     rest = {n: a for n, a in payload.arrays.items() if n not in mine}
     scalars = {n: v for n, v in payload.scalars.items() if n != EXCHANGE}
-    return Payload(rest, payload.common, scalars), Payload(mine, {}, {EXCHANGE: payload.scalars.get(EXCHANGE, "")})
+    named: dict[str, Scalar] = {EXCHANGE: payload.scalars.get(EXCHANGE, ""), masks.SUM_BITS: _bits(payload)}
+    return Payload(rest, payload.common, scalars), Payload(mine, {}, named)
+
+
+def _bits(payload: Payload) -> int:
+    return int(payload.scalars.get(masks.SUM_BITS, masks.BITS))
 
 
 def _bytes(text: bytes) -> Array:
@@ -327,6 +334,8 @@ class SecureSums:
         self.share = noise_share(len(collector.ids), collector.threshold, self.colluders)
         shapes = {NOISED: (released.size,)} if released else shapes_of(template, sums)
         size = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
+        like = next(iter(given.values()))
+        bits, exact = _bits(like), masks.SUM_BITS in like.scalars
         messages = {c: self._with_shares(given.pop(c), collector, c) for c in sorted(collector.offers)}
         members = []
         for reply in ask(kind, messages, {HIDDEN: ("uint64", (size,))}):
@@ -339,14 +348,15 @@ class SecureSums:
         if before is not None:
             self._all_of(before, collector.summed, exchange)
         self.opened.add(name, collector.summed)
-        total = masks.decode(self._open(exchange, ask, collector), shapes, 0 if released else masks.BITS)
+        total = masks.decode(self._open(exchange, ask, collector), shapes, 0 if released else bits)
         count = sum(m.num_samples for m in members)
         if released is None:
             arrays = restored(total, sums, count if sums.weights == "samples" else len(members), template)
         else:
             step = step_of(released.size, released.sensitivity, released.privacy.noise * math.sqrt(self.share))
             arrays = released.parts(total[NOISED] * step, len(members))
-        summed = Reply(-1, count, arrays, {}, exchange.up, kind, 0, tuple(members))
+        lost = 0.0 if exact else masks.rounding(len(members))
+        summed = Reply(-1, count, arrays, {}, exchange.up, kind, 0, tuple(members), lost)
         if problem := check(summed):
             raise RoundFailed(f"round {exchange.round}: no replies have this sum: {problem}", exchange.round)
         exchange.seconds = time.perf_counter() - started

@@ -176,8 +176,11 @@ class VirtualCohort(Cohort):
         self._asked = sorted({*answers.values(), *smallest(there)})
         requests = {c: replace(self.request, client=c) for c in self._asked}
         registrations = dict(zip(requests, self._introduced(requests), strict=True))
+        if any(r.largest is not None for r in registrations.values()):  # the others have values of their own
+            rest = {m.client: replace(self.request, client=m.client) for m in there if m.client not in requests}
+            registrations |= zip(rest, self._introduced(rest), strict=True)
         for m in there:
-            registration = registrations[answers[m.client]]
+            registration = registrations.get(m.client) or registrations[answers[m.client]]
             if m.client in registrations:
                 self._check_member(m, registrations[m.client])
             self.nodes[m.client] = self._host([m.client])

@@ -1,0 +1,182 @@
+"""Sums of rounded features have the same bits for every division of the rows, and so has the head that they make."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedapp.core import masks, sums
+from fedapp.errors import BadRequest
+from fedapp.learning.state import read_safetensors
+from fedapp.results.runs import RunResult
+
+Tiny = Callable[..., RunResult]
+CLASSES, WIDTH, ROWS = 5, 9, 400
+
+
+def rows_of(kind: str, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    """Return features (rows, 9) float32 and labels; class 3 is absent."""
+    rng = np.random.default_rng(5)
+    y = rng.choice([0, 1, 2, 4], rows)
+    if kind == "one row a class":
+        y = np.arange(rows) % 2
+        y[:2] = 2, 4
+    z = rng.normal(size=(CLASSES, WIDTH))[y] + rng.normal(size=(rows, WIDTH))
+    return (z + {"offset 100": 100, "offset 1000": 1000}.get(kind, 0)).astype(np.float32), y
+
+
+def integer_sums(z: np.ndarray, y: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return A and b of all rows together in whole numbers, which NumPy adds without any rounding."""
+    units = np.rint(z.astype(np.float64) * 2.0**bits).astype(np.int64)
+    one = np.full((len(y), 1), 2**bits, np.int64)
+    h = np.hstack([units, one])
+    b = np.eye(CLASSES, dtype=np.int64)[y].T @ h
+    return (h.T @ h) / 4.0**bits, b / 2.0**bits
+
+
+@pytest.mark.parametrize(
+    ("samples", "largest", "bits"),
+    [
+        ([60_000], 1.0, 18), ([60_000] * 2, 1.0, 18), ([131_073], 1.0, 17), ([60_000], 100.0, 11),
+        ([600] * 100, 100.0, 11), ([60_000], 1e4, 5), ([60_000], 2e4, 4), ([60_000], 4e4, None),
+        ([134_217] * 1000, 1e-3, 18), ([134_218] * 1000, 1e-3, 17), ([10], 0.0, 18),
+    ],
+)  # fmt: skip
+def test_the_bits_of_exact_sums(samples: list[int], largest: float, bits: int | None) -> None:
+    assert sums.exact_bits(samples, largest) == bits
+    if largest and bits is not None and max(samples) < 134_218:
+        assert bits == min(18, int((53 - np.log2(sum(samples) * largest**2)) // 2))
+
+
+@pytest.mark.parametrize("kind", ["plain", "offset 100", "offset 1000", "one row a class"])
+@pytest.mark.parametrize("clients", [1, 20, 100])
+def test_sums_have_the_bits_of_whole_numbers(kind: str, clients: int) -> None:
+    z, y = rows_of(kind)
+    rng = np.random.default_rng(clients)
+    bits = sums.exact_bits([ROWS], float(np.abs(z).max()))
+    assert bits is not None
+    a, b = integer_sums(z, y, bits)
+    for block in (1, 7, 1024):
+        parts = []
+        for rows in np.array_split(rng.permutation(ROWS), clients):
+            own = sums.FeatureSums(CLASSES, WIDTH, bits=bits)
+            for start in range(0, len(rows), block):
+                part = rows[start : start + block]
+                own.update(torch.from_numpy(z[part]), torch.from_numpy(y[part]))
+            parts.append(own.arrays())
+            assert sums.problem_of(parts[-1], CLASSES, WIDTH, True) is None
+        assert np.array_equal(sums.second_moments(np.sum([p["a"] for p in parts], axis=0), WIDTH), a)
+        assert np.array_equal(np.sum([p["b"] for p in parts], axis=0), b)
+        words = np.sum([masks.encode(p, clients, 2 * bits) for p in parts], axis=0, dtype=np.uint64)
+        opened = masks.decode(words, {n: x.shape for n, x in parts[0].items()}, 2 * bits)
+        assert np.array_equal(sums.second_moments(opened["a"], WIDTH), a) and np.array_equal(opened["b"], b)
+
+
+def test_a_solution_does_not_depend_on_the_number_of_threads() -> None:
+    rng = np.random.default_rng(1)
+    z, y = rng.normal(size=(2000, 700)), rng.integers(0, CLASSES, 2000)
+    h = np.column_stack([z, np.ones(2000)])
+    a, b = h.T @ h, np.eye(CLASSES)[y].T @ h
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(sums.ridge(a, b, 3.0))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert np.array_equal(*found)
+    np.testing.assert_allclose(found[0], np.linalg.solve(a + 3 * np.eye(701), b.T).T, rtol=1e-8, atol=1e-12)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def written(place: Path, kind: str, clients: int, seed: int = 0, scale: float = 1.0, loud: int = -1) -> Path:
+    """Write features for so many clients in an order of their own; `loud` is a client with a large feature."""
+    z, y = rows_of(kind)
+    test, label = rows_of(kind, 60)
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(ROWS)
+    owner = np.concatenate([np.arange(clients), rng.integers(0, clients, ROWS - clients)])
+    x = scale * z[order]
+    x[owner == loud, 0] = 3e4
+    np.savez(
+        place, x=np.concatenate([x, test]), y=np.concatenate([y[order], label]),
+        client=np.concatenate([owner, np.arange(60) % clients]), split=["train"] * ROWS + ["test"] * 60,
+        about=np.array(json.dumps({"body": "a" * 64, "width": WIDTH})), class_names=list("abcde"),
+    )  # fmt: skip
+    return place
+
+
+def head(run: RunResult) -> tuple[str, dict[str, np.ndarray]]:
+    stored, _ = read_safetensors(run.out / "models" / "last.safetensors")
+    return hashlib.sha256(b"".join(stored[n].tobytes() for n in sorted(stored))).hexdigest(), stored
+
+
+@pytest.mark.parametrize("kind", ["plain", "offset 1000", "one row a class"])
+@pytest.mark.parametrize("method", ["fed3r", "lda", "fedncm"])
+def test_a_head_has_the_same_bits_for_every_division(method: str, kind: str, tmp_path: Path, tiny: Tiny) -> None:
+    def go(clients: int, seed: int = 0, **more: Any) -> RunResult:
+        place = written(tmp_path / f"{clients}-{seed}.npz", kind, clients, seed)
+        return tiny(dataset="npz", clients=0, data_dir=str(place), method=method, min_samples=1, **more)
+
+    whole = go(1)
+    wanted, stored = head(whole)
+    for clients, seed in ((1, 1), (20, 0), (20, 1), (100, 0)):
+        assert head(go(clients, seed))[0] == wanted, (clients, seed)
+    assert head(go(20, secure_sum=True))[0] == wanted
+    if method != "fed3r":
+        return
+    z, y = rows_of(kind)
+    bits = sums.exact_bits([ROWS], float(np.abs(z).max()))
+    assert bits is not None
+    a, b = integer_sums(z, y, bits)
+    ridge = np.linalg.solve(a + whole.summary["calibration"]["lam"] * np.eye(WIDTH + 1), b.T).T
+    rows = np.column_stack([stored["head.weight"], stored["head.bias"]]) / whole.summary["calibration"]["scale"]
+    np.testing.assert_allclose(rows[[0, 1, 2, 4]], ridge[[0, 1, 2, 4]], rtol=2e-4, atol=1e-5 * np.abs(ridge).max())
+
+
+def test_a_feature_above_max_abs_is_refused_by_name(tmp_path: Path, tiny: Tiny) -> None:
+    place = written(tmp_path / "f.npz", "plain", 6, loud=4)
+    given = {"dataset": "npz", "clients": 0, "data_dir": str(place), "method": "fed3r"}
+    with pytest.raises(BadRequest, match="client 4 cannot take part: it has a feature of 30000, and max-abs is 10000"):
+        tiny(**given)
+    assert head(tiny(**given, max_abs=1e6))[1]
+
+
+def test_features_without_bits_end_the_run(tmp_path: Path, tiny: Tiny) -> None:
+    place = written(tmp_path / "f.npz", "plain", 6, scale=1e3, loud=2)
+    with np.load(place) as arrays:
+        columns = dict(arrays)
+    columns["x"][np.flatnonzero(columns["client"] == 2)[0], 0] = 9e5
+    np.savez(place, **columns)
+    given = {"dataset": "npz", "clients": 0, "data_dir": str(place), "method": "fed3r", "max_abs": 1e6}
+    with pytest.raises(BadRequest, match="client 2 has a feature of 900000, which leaves fewer than 4 bits"):
+        tiny(**given)
+    assert head(tiny(**given, method_args="min_count=2"))[1], "then nothing is rounded"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The bits of each secure sum."""
+    found: list[int] = []
+    original = masks.decode
+    monkeypatch.setattr(
+        masks, "decode", lambda total, shapes, bits: found.append(bits) or original(total, shapes, bits)
+    )
+    yield found
+
+
+def test_a_secure_sum_has_the_bits_of_its_products(tmp_path: Path, tiny: Tiny, asked: list[int]) -> None:
+    place = written(tmp_path / "f.npz", "offset 100", 6)
+    tiny(dataset="npz", clients=0, data_dir=str(place), method="fed3r", secure_sum=True)
+    bits = sums.exact_bits([ROWS], float(np.abs(rows_of("offset 100")[0]).max()))
+    assert bits is not None and asked == [2 * bits, masks.BITS]  # and the losses of factors
