@@ -288,7 +288,10 @@ class FedClient(PositionalClient):
         return {}
 
     def largest_feature(self) -> float | None:
-        """Return the largest absolute value of a feature of the training rows, if the method needs it, else None."""
+        """Return the largest absolute value of a feature of the training rows, if the method needs it, else None.
+
+        Not asked for in a run with `dp`.
+        """
         return None
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
@@ -722,7 +725,8 @@ class FedClient(PositionalClient):
             "shapes": json.dumps(shapes),
             "common": json.dumps({**self.common_facts(), **self._body()}),
         }
-        if (largest := self.largest_feature()) is not None:
+        largest = self.largest_feature() if self.task.privacy is None else None
+        if largest is not None:
             info["largest-feature"] = largest
         return {"num-examples": self.task.num_samples, "test-examples": len(self.task.y_test)}, info
 

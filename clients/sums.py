@@ -34,11 +34,10 @@ from pydantic import Field
 
 from clients.posthoc import PostHocClient, PostHocHParams
 from clients.shares import Float64, SharesClient, shares
-from fedapp.core import masks, sums
+from fedapp.core import sums
 from fedapp.core.sums import FeatureSums
 from fedapp.lazy import torch
-from fedapp.method import Arrays, Payload, Scalar
-from fedapp.models import IDENTITY
+from fedapp.method import SUM_BITS, Arrays, Payload, Scalar
 from fedapp.reduce.spec import Totals
 
 SUMS = "sums/"
@@ -122,17 +121,18 @@ class SumsClient(PostHocClient):
 
     def largest_feature(self) -> float | None:
         """Return the largest |z| of the training rows where sums can be exact."""
-        given = self.task.model == IDENTITY and self.settings.base == "none"
-        if not given or self.settings.min_count > 1 or self.task.privacy is not None:
+        if self.settings.base != "none" or self.settings.min_count > 1:
             return None
         self.model = self.initial_model()
+        if self.model.features.state_dict():  # the last bits of a network's features depend on the block
+            return None
         return max(float(z.abs().max()) for z, _ in self.feature_batches("register"))
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer `sums`, or `losses` with those of the head that was sent."""
         asked = self.repeats.get(kind, kind)
         if asked == "sums":
-            twice = payload.scalars.get(masks.SUM_BITS)
+            twice = payload.scalars.get(SUM_BITS)
             bits = None if twice is None else int(twice) // 2
             found = FeatureSums(self.task.num_classes, self.model.width, self.squares, self.settings.energy(), bits)
             for z, label in self.described(kind):

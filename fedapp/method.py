@@ -27,6 +27,9 @@ NONE: tuple[str, ...] = ()
 LARGEST = 1e8
 """Largest value in a reply, but for heads and for means of representations (`max-abs`)."""
 
+SUM_BITS = "sum-bits"
+"""Name of the scalar in a query that asks for sums of multiples of 2^-bits, which are exact."""
+
 
 class BaseHParams(BaseModel):
     """Hyperparameters of a method: frozen and typed; unknown names are refused. Field descriptions document them."""

@@ -22,10 +22,11 @@ import numpy.typing as npt
 from clients.choice import CHOSEN, FIRST, FIRST_STRENGTH, KEPT, OWN_DEFAULT, Choosing
 from clients.shares import NUMBERS, PRIOR
 from clients.sums import STRENGTH, SUMS, OwnShares, SumsClient, SumsHParams, shares_of
-from fedapp.core import masks, sums
+from fedapp.core import sums
 from fedapp.core.sums import Float64
 from fedapp.errors import BadRequest, Impossible
 from fedapp.method import (
+    SUM_BITS,
     Arrays,
     BaseHParams,
     Method,
@@ -128,7 +129,7 @@ class HeadFromSums(WithShares):
                 f"client {clients[int(np.argmax(largest))].client} has a feature of {max(largest):g}, which leaves "
                 f"fewer than {sums.LEAST_BITS} bits behind the point of features in exact sums: scale the features down"
             )
-        return {masks.SUM_BITS: 2 * bits}
+        return {SUM_BITS: 2 * bits}
 
     def scale(
         self, w: Arrays, rows: Float64, seen: npt.NDArray[np.bool_], query: Query, losses: str = "losses"

@@ -21,8 +21,6 @@ Words = npt.NDArray[np.uint64]
 
 BITS = 24
 """Bits of a number behind the point."""
-SUM_BITS = "sum-bits"
-"""Name of the scalar in a message that asks for sums of whole multiples of 2^-bits, which lose nothing by rounding."""
 BLOCK = 1 << 17
 """Numbers of a mask that are made at a time (1 MiB)."""
 

@@ -50,7 +50,7 @@ from fedapp.core.secure_sum import (
     threshold,
     usable,
 )
-from fedapp.method import Array, Arrays, Payload, Reply, Scalar, Sums
+from fedapp.method import SUM_BITS, Array, Arrays, Payload, Reply, Scalar, Sums
 from fedapp.transport.cohort import Cohort
 from fedapp.transport.identity import PROOF, Identity, unproved
 from fedapp.transport.request import RoundRequest
@@ -231,12 +231,12 @@ def taken_from(payload: Payload) -> tuple[Payload, Payload]:
     mine = {n: a for n, a in payload.arrays.items() if n.startswith(PREFIX)}
     rest = {n: a for n, a in payload.arrays.items() if n not in mine}
     scalars = {n: v for n, v in payload.scalars.items() if n != EXCHANGE}
-    named: dict[str, Scalar] = {EXCHANGE: payload.scalars.get(EXCHANGE, ""), masks.SUM_BITS: _bits(payload)}
+    named: dict[str, Scalar] = {EXCHANGE: payload.scalars.get(EXCHANGE, ""), SUM_BITS: _bits(payload)}
     return Payload(rest, payload.common, scalars), Payload(mine, {}, named)
 
 
 def _bits(payload: Payload) -> int:
-    return int(payload.scalars.get(masks.SUM_BITS, masks.BITS))
+    return int(payload.scalars.get(SUM_BITS, masks.BITS))
 
 
 def _bytes(text: bytes) -> Array:
@@ -335,7 +335,7 @@ class SecureSums:
         shapes = {NOISED: (released.size,)} if released else shapes_of(template, sums)
         size = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
         like = next(iter(given.values()))
-        bits, exact = _bits(like), masks.SUM_BITS in like.scalars
+        bits, exact = _bits(like), SUM_BITS in like.scalars
         messages = {c: self._with_shares(given.pop(c), collector, c) for c in sorted(collector.offers)}
         members = []
         for reply in ask(kind, messages, {HIDDEN: ("uint64", (size,))}):
