@@ -20,6 +20,7 @@ from fedapp.errors import BadRequest
 from fedapp.experiments.api import compare
 from fedapp.learning.state import read_safetensors
 from fedapp.results import predict, report
+from fedapp.results.answers import answers_of
 from fedapp.results.runs import RunResult
 from fedapp.tasks.node import Node, node_task
 from tests.matrix import methods
@@ -160,6 +161,10 @@ def test_a_comparison_takes_a_method_without_rounds(tmp_path: Path, in_turn: lis
         ["local", "fed3r"], seeds=1, rounds=1, dataset="npz", data_dir=str(place), out=tmp_path / "c", seed=0
     )
     assert [len(run.rounds) for run in found.runs] == [1, 0]
+    once = 8 * (4 * 13 + 13 * 14 // 2 + 65)
+    assert found.table.set_index("method").loc["fed3r", "bytes_up"] == once
+    (answer,) = answers_of(found)
+    assert f"A client of Fed3R sends {once:,} B once. Exchanged" in " ".join(answer.sentences())
 
 
 # ---- every method ----------------------------------------------------------------------------------------------------

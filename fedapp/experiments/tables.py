@@ -142,8 +142,9 @@ def _of_all_clients(run: RunResult) -> dict[str, Any]:
     return {
         "all_classes": run.score(run.headline, "balanced"), "majority": run.card.get("majority_mean"),
         **{f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")},
-        **{k: run.summary[k] for k in ("bytes_up", "bytes_down", "dropped")}, "test_mean": sizes.get("mean"),
-        "test_median": run.test_rows[run.test_rows > 0].median(), "stopped": run.summary.get("stopped") or "",
+        "bytes_up": run.bytes_up, **{k: run.summary[k] for k in ("bytes_down", "dropped")},
+        "test_mean": sizes.get("mean"), "test_median": run.test_rows[run.test_rows > 0].median(),
+        "stopped": run.summary.get("stopped") or "",
     }  # fmt: skip
 
 

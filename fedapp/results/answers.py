@@ -197,7 +197,8 @@ class Answer:
         return f"{text} {intervals.in_words(row)}."
 
     def _cost(self) -> str:
-        sent = f"A client of {self.name(self.leader)} sends {size(self.mean(self.leader, 'bytes_up'))} a round."
+        often = "a round" if self.mean(self.leader, "rounds") else "once"
+        sent = f"A client of {self.name(self.leader)} sends {size(self.mean(self.leader, 'bytes_up'))} {often}."
         try:
             method = registry.get(self.leader.partition("(")[0])
         except BadRequest:  # a method that is not installed here

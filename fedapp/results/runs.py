@@ -280,6 +280,13 @@ class RunResult:
         return bool(self.summary.get("personal"))
 
     @property
+    def bytes_up(self) -> float | None:
+        """Bytes that a client sends in a round; without rounds those of its answers to all queries."""
+        asked = [value for key, value in self.summary.items() if key.startswith("bytes_up_query.")]
+        found: float | None = sum(asked) if asked and not self.summary["rounds"] else self.summary["bytes_up"]
+        return found
+
+    @property
     def sampled(self) -> bool:
         """Whether some rounds had only a part of the clients."""
         return bool(len(self.rounds)) and float(self.flat.get("fraction-train", 1.0)) < 1

@@ -126,7 +126,7 @@ def bytes_of(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
     found, lines = {}, {}
     for label, members in by_method(runs).items():
         score, _ = mean_and_std(r.score(r.headline) for r in members)
-        moved, _ = mean_and_std((r.summary.get("bytes_up") or 0) + (r.summary.get("bytes_down") or 0) for r in members)
+        moved, _ = mean_and_std((r.bytes_up or 0) + (r.summary.get("bytes_down") or 0) for r in members)
         if members[0].alone:
             lines[f"{label}, {percent(score)}"] = score
         elif not math.isnan(score) and moved > 0:
