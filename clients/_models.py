@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fedapp import sampling
 from fedapp.core.heads import logits, tukey
+from fedapp.core.sums import UNSEEN
 from fedapp.errors import BadRequest
 from fedapp.models.split import SplitModel
 
@@ -149,3 +150,53 @@ class CCVRHead(nn.Linear):
     def forward(self, z: Tensor) -> Tensor:
         """Return logits (B, C) of representations (B, d)."""
         return logits(tukey(z) if self.transform else z, self.weight, self.bias, self.normalise)
+
+
+class QuadraticHead(nn.Linear):
+    """A linear head that becomes one of Gaussian densities: logit_c = -|U_c^T (z - mu_c)|^2 / 2 + b_c.
+
+    A quadratic head has ``weight`` (C, d), the means mu_c, ``bias`` (C,), and ``factor`` (C, d (d + 1) / 2), the upper
+    triangles of U_c. A class whose factor is 0 has no samples: its logit is `UNSEEN` beside the mean of the others.
+
+    Parameters
+    ----------
+    plain : nn.Linear
+        The head whose values it starts from.
+    """
+
+    factor: Tensor | None
+    place: Tensor
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__(plain.in_features, plain.out_features)
+        self.load_state_dict(plain.state_dict())
+        for own, given in zip(self.parameters(), plain.parameters()):
+            own.requires_grad_(given.requires_grad)
+        self.register_buffer("factor", None)
+
+    def make_quadratic(self) -> None:
+        """Add ``factor``, with zeros, where there is none yet."""
+        if self.factor is None:
+            d = self.in_features
+            self.factor = torch.zeros(self.out_features, d * (d + 1) // 2, device=self.weight.device)
+            place = torch.full((d, d), self.factor.shape[1], device=self.weight.device)
+            rows, columns = torch.triu_indices(d, d, device=self.weight.device)
+            place[rows, columns] = torch.arange(self.factor.shape[1], device=self.weight.device)
+            self.register_buffer("place", place, persistent=False)  # of each entry of U_c in its packed form and a zero
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Return logits (B, C) of representations (B, d)."""
+        if self.factor is None:
+            return super().forward(z)
+        d, packed = self.in_features, F.pad(self.factor, (0, 1))
+        found = torch.stack(
+            [
+                -0.5 * ((z - self.weight[c]) @ packed[c][self.place.flatten()].reshape(d, d)).square().sum(dim=1)
+                for c in range(self.out_features)
+            ],
+            dim=1,
+        )
+        found = found + self.bias
+        seen = (self.factor[:, 0] > 0).to(found)
+        others = (found * seen).sum(dim=1, keepdim=True) / seen.sum()
+        return torch.where(seen > 0, found, others + UNSEEN)

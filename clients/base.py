@@ -176,7 +176,7 @@ class FedClient(PositionalClient):
 
     @classmethod
     def configure_model(cls, model: SplitModel, scalars: Mapping[str, Scalar]) -> None:
-        """Apply a payload's plain values to the model itself, not to its arrays; server and clients both call this."""
+        """Apply a payload's plain values to a model before its arrays are copied; server and clients both call this."""
 
     def receive(self, payload: Payload) -> None:
         """Copy the shared model arrays that the server sent into the model.
@@ -184,8 +184,8 @@ class FedClient(PositionalClient):
         Where the model starts from other arrays than these, it sets `self.reference` to them.
         """
         self.reference = payload.all()
-        selection.merge(self.model, self.reference)
         self.configure_model(self.model, payload.scalars)
+        selection.merge(self.model, self.reference)
 
     def before_training(self, payload: Payload) -> None:
         """Prepare the round, for example by copying what the loss refers to."""

@@ -92,12 +92,42 @@ class CCVRHParams(PostHocHParams):
         return self.transforms_input and self.epochs > 0 and samples > 0
 
 
-class CCVRClient(PostHocClient):
-    """Trains as the base method's client does, and answers with Gaussian statistics."""
+class MomentsClient(PostHocClient):
+    """Answers with Gaussian statistics; `settings` has their form, `cov`, `rank` and `dtype`."""
+
+    def receive(self, payload: Payload) -> None:
+        """Take over the model; the centres of a query are not part of it."""
+        super().receive(Payload({n: a for n, a in payload.all().items() if n != CENTRES}, {}, payload.scalars))
+
+    def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Answer `statistics` (N_ck and Eq. 2), or `totals` (sent before it with cov=sums)."""
+        s = self.settings
+        if kind == "statistics":
+            centres = payload.all()[CENTRES] if s.cov == "sums" else None
+            found = gaussian.to_arrays(self.moments(kind), s.cov, s.rank, s.dtype, centres)
+            return _named(STATISTICS, found), self.measure("received")
+        if kind == "totals" and s.cov == "sums":
+            totals = gaussian.sums(self.moments(kind))
+            return _named(STATISTICS, {n: totals[n] for n in ("count", "sum")}), {}
+        return super().answer(kind, payload)
+
+    def moments(self, kind: str) -> ClassMoments:
+        """Return count, mean and scatter of z, or of T(z), of every class that has `min_count` samples here."""
+        found = ClassMoments(self.task.num_classes, self.model.width, gaussian.form_of(self.settings.cov))
+        for z, label in self.described(kind):
+            # Algorithm 1, lines 6 and 7; `to_arrays` divides by N_ck - 1 (Eq. 2).
+            found.update(self.transformed(z), label)
+        return found
+
+    def transformed(self, z: Tensor) -> Tensor:
+        """Return T(z); here z."""
+        return z
+
+
+class CCVRClient(MomentsClient):
+    """Trains as the base method's client does, and answers with Gaussian statistics and, for the oracle, features."""
 
     settings: ClassVar[CCVRHParams] = CCVRHParams()
-
-    # ---- the model -----------------------------------------------------------------------------------------------
 
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
@@ -117,36 +147,15 @@ class CCVRClient(PostHocClient):
         if hasattr(head, "transform"):
             head.transform = bool(scalars.get("tukey", False))
 
-    def receive(self, payload: Payload) -> None:
-        """Take over the model; the centres of a query are not part of it."""
-        super().receive(Payload({n: a for n, a in payload.all().items() if n != CENTRES}, {}, payload.scalars))
-
-    # ---- clsprox -------------------------------------------------------------------------------------------------
-
-    # ---- the one exchange after training -------------------------------------------------------------------------
-
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
-        """Answer `statistics` (N_ck and Eq. 2), `totals` (sent before it with cov=sums) or `features` (the oracle)."""
-        s = self.settings
-        if kind == "statistics":
-            centres = payload.all()[CENTRES] if s.cov == "sums" else None
-            found = gaussian.to_arrays(self.moments(kind), s.cov, s.rank, s.dtype, centres)
-            return _named(STATISTICS, found), self.measure("received")
-        if kind == "totals" and s.cov == "sums":
-            totals = gaussian.sums(self.moments(kind))
-            return _named(STATISTICS, {n: totals[n] for n in ("count", "sum")}), {}
-        if kind == "features" and s.oracle:
+        """Answer also `features` (the oracle)."""
+        if kind == "features" and self.settings.oracle:
             return _named(FEATURES, self.features()), {}
         return super().answer(kind, payload)
 
-    def moments(self, kind: str) -> ClassMoments:
-        """Return count, mean and scatter of z, or of T(z), of every class that has `min_count` samples here."""
-        s = self.settings
-        found = ClassMoments(self.task.num_classes, self.model.width, gaussian.form_of(s.cov))
-        for z, label in self.described(kind):
-            # Algorithm 1, lines 6 and 7; `to_arrays` divides by N_ck - 1 (Eq. 2).
-            found.update(heads.tukey(z) if s.transform == "feature" else z, label)
-        return found
+    def transformed(self, z: Tensor) -> Tensor:
+        """Return T(z) where the statistics are of it."""
+        return heads.tukey(z) if self.settings.transform == "feature" else z
 
     def features(self) -> Arrays:
         """Return the head's input for every training image, (n, d) float32, and the labels: for the oracle only."""

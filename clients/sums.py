@@ -111,13 +111,27 @@ class SumsHParams(HeadHParams):
         return self
 
 
-class SumsClient(PostHocClient):
+class LossesClient(PostHocClient):
+    """Answers with the losses of the head that was sent, for a list of factors."""
+
+    repeats: ClassVar[Mapping[str, str]] = {}
+    """Further queries -> the one that they repeat, of other rows."""
+
+    def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Answer `losses`."""
+        if self.repeats.get(kind, kind) == "losses":
+            losses = [torch.zeros(len(sums.SCALES), dtype=torch.float64).numpy()]
+            with torch.no_grad():
+                losses += [sums.scaled_losses(self.model.head(z), label) for z, label in self.described(kind)]
+            return {SUMS + "loss": sum(losses[1:], losses[0])}, {}
+        return super().answer(kind, payload)
+
+
+class SumsClient(LossesClient):
     """Trains as the base method's client does, and answers with A_k and b_k."""
 
     squares: ClassVar[bool] = True
     """Whether A_k is sent too."""
-    repeats: ClassVar[Mapping[str, str]] = {}
-    """Further queries -> the one that they repeat, of other rows."""
 
     def largest_feature(self) -> float | None:
         """Return the largest |z| of the training rows where sums can be exact."""
@@ -129,20 +143,14 @@ class SumsClient(PostHocClient):
         return max(float(z.abs().max()) for z, _ in self.feature_batches("register"))
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
-        """Answer `sums`, or `losses` with those of the head that was sent."""
-        asked = self.repeats.get(kind, kind)
-        if asked == "sums":
+        """Answer also `sums`."""
+        if self.repeats.get(kind, kind) == "sums":
             twice = payload.scalars.get(SUM_BITS)
             bits = None if twice is None else int(twice) // 2
             found = FeatureSums(self.task.num_classes, self.model.width, self.squares, self.settings.energy(), bits)
             for z, label in self.described(kind):
                 found.update(z, label)
             return {SUMS + name: array for name, array in found.arrays().items()}, self.measure("received")
-        if asked == "losses":
-            losses = [torch.zeros(len(sums.SCALES), dtype=torch.float64).numpy()]
-            with torch.no_grad():
-                losses += [sums.scaled_losses(self.model.head(z), label) for z, label in self.described(kind)]
-            return {SUMS + "loss": sum(losses[1:], losses[0])}, {}
         return super().answer(kind, payload)
 
 

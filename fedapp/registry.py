@@ -16,7 +16,7 @@ from strategies.base import Strategy
 
 ORDER = [
     "fedclassavg", "cwfedavg", "fedgh", "ccvr", "local", "fedavg", "fedprox", "fedavgm", "moon", "fedncm",
-    "fed3r", "lda", "fedcof", "pccvr", "lgfedavg", "fedproto", "ktpfl", "fml", "fedkd", "fd", "fedamp",
+    "fed3r", "lda", "qda", "fedcof", "pccvr", "lgfedavg", "fedproto", "ktpfl", "fml", "fedkd", "fd", "fedamp",
     "fedfomo", "cfl", "ifca", "fednh", "feduv", "scaffold", "feddbe", "fedbabu", "fedetf", "fedtgp", "fedghg",
     "pfedfda", "fedper", "fedrep", "ditto", "fedrod", "fedpac",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from fedapp.core.sums import Float64
 from fedapp.errors import BadRequest, Impossible
 from fedapp.method import (
     SUM_BITS,
+    Array,
     Arrays,
     BaseHParams,
     Method,
@@ -43,12 +44,51 @@ from strategies._composition import built_on, on
 from strategies._shares import WithShares
 
 W, B = "head.weight", "head.bias"
+Solution: TypeAlias = tuple[ServerState, list[Reply], Array, dict[str, Any]]
+"""The repair, the replies to the query of statistics, class counts (C,), and the summary's entries."""
 
 
-class HeadFromSums(WithShares):
+class ClosedForm(WithShares):
     """The base method's strategy, with a head in closed form after its last round."""
 
     settings: ClassVar[Any] = None
+
+    def solve(self, w: Arrays, query: Query) -> Solution:
+        """Query statistics and make a head of them.
+
+        Parameters
+        ----------
+        w : the model as the base trained it.
+        """
+        raise NotImplementedError
+
+    def finalize(self, state: ServerState, query: Query) -> ServerState:
+        """Finish as the base does, make the head, and score before and after."""
+        state = super().finalize(state, query)
+        entry, replies, counts, found = self.solve(self.trained(state), query)
+        return self.calibrated(state, entry, replies, counts, **found)
+
+    def entry(self, head: Arrays, counts: Array, scale: float) -> ServerState:
+        """Return the repair with a head whose logits were multiplied by `scale`; with `personal` also q and w."""
+        if not self.settings.personal:
+            return {"head": head}
+        if self.settings.scale == "none":
+            self.context.warn(
+                f"{self.method.id}: personal=true adds log shares to logits that no factor was fitted for, since "
+                "scale = none: one of the two may count too much. scale=fit fits it, without dp"
+            )
+        return {"head": head, "shares": shares_of(counts), "strength": self.settings.strength(scale)}
+
+    def prior(self, entry: ServerState) -> Payload | None:
+        """Return q and w, with `personal`."""
+        if "shares" not in entry:
+            return None
+        return Payload(common={f"{PRIOR}shares": entry["shares"]}, scalars={STRENGTH: entry["strength"]})
+
+
+class HeadFromSums(ClosedForm):
+    """A head of rows, weights and bias, from sums of features and of their products."""
+
     queries = ("sums", "losses", *KEPT, "choice")
     apart: ClassVar[bool] = False
     """Whether the head needs each client's sums, and not only their total."""
@@ -60,41 +100,27 @@ class HeadFromSums(WithShares):
 
     def prior(self, entry: ServerState) -> Payload | None:
         """Return q and w, with `personal`; with `choose` also the first head with its own, and the default."""
-        if "shares" not in entry:
-            return None
-        common, scalars = {f"{PRIOR}shares": entry["shares"]}, {STRENGTH: entry["strength"]}
-        if "first" in entry:
-            first = _first(entry["first"])
-            common, scalars = common | first.common, scalars | first.scalars | {OWN_DEFAULT: entry["gain"] > 0}
-        return Payload(common=common, scalars=scalars)
+        found = super().prior(entry)
+        if found is None or "first" not in entry:
+            return found
+        first = _first(entry["first"])
+        scalars = {**found.scalars, **first.scalars, OWN_DEFAULT: entry["gain"] > 0}
+        return Payload(common={**found.common, **first.common}, scalars=scalars)
 
-    def finalize(self, state: ServerState, query: Query) -> ServerState:
-        """Query the sums, make the head, scale it, and score before and after; with `choose` a first head before it."""
-        state = super().finalize(state, query)
-        w, first = self.trained(state), {}
+    def solve(self, w: Arrays, query: Query) -> Solution:
+        """Query the sums and make a head of them; with `choose` a first head before it."""
+        first: ServerState = {}
         if self.settings.choose:
-            entry, *_ = self.solve(w, query, {kind: again for again, kind in KEPT.items()})
+            entry, *_ = self.solve_for(w, query, {kind: again for again, kind in KEPT.items()})
             if "shares" in entry:
                 sent = _first(entry)
                 gain = query("choice", Payload(common={**w, **sent.common}, scalars=sent.scalars)).totals("choice")
                 first = {"first": entry, "gain": round(float(gain.sums["gain"][0]))}
-        entry, replies, counts, found = self.solve(w, query)
-        return self.calibrated(state, {**entry, **first}, replies, counts, **found)
+        entry, replies, counts, found = self.solve_for(w, query, {})
+        return {**entry, **first}, replies, counts, found
 
-    def solve(
-        self, w: Arrays, query: Query, renamed: Mapping[str, str] | None = None
-    ) -> tuple[ServerState, list[Reply], Float64, dict[str, Any]]:
-        """Query the sums and make a head of them.
-
-        Parameters
-        ----------
-        w : the model as the base trained it.   renamed : names of the two queries, where they are for other rows.
-
-        Returns
-        -------
-        The repair, the replies to the query of sums, class counts (C,), and the summary's entries.
-        """
-        names = renamed or {}
+    def solve_for(self, w: Arrays, query: Query, names: Mapping[str, str]) -> Solution:
+        """Make one head, see `solve`; `names` are those of the queries where they are for other rows."""
         reduced = query(names.get("sums", "sums"), Payload(common=w, scalars=self.sum_bits()))
         found = reduced.totals("sums")
         counts = found.sums["b"][:, -1]
@@ -102,15 +128,8 @@ class HeadFromSums(WithShares):
             return {"head": {n: w[n] for n in (W, B)}}, reduced.clients, counts, {}
         rows, entries = self.rows(found)
         scale = self.scale(w, rows, counts > 0, query, names.get("losses", "losses"))
-        entry: ServerState = {"head": dict(zip((W, B), sums.as_head(rows, counts > 0, scale)))}
-        if self.settings.personal:
-            entry |= {"shares": shares_of(counts), "strength": self.settings.strength(scale)}
-            if self.settings.scale == "none":
-                self.context.warn(
-                    f"{self.method.id}: personal=true adds log shares to logits that no factor was fitted for, since "
-                    "scale = none: one of the two may count too much. scale=fit fits it, without dp"
-                )
-        return entry, reduced.clients, counts, {"scale": scale, **entries}
+        head = dict(zip((W, B), sums.as_head(rows, counts > 0, scale)))
+        return self.entry(head, counts, scale), reduced.clients, counts, {"scale": scale, **entries}
 
     def sum_bits(self) -> dict[str, Scalar]:
         """Return the scalar of a query with which sums are exact; empty unless all clients state a largest feature.
@@ -226,14 +245,14 @@ def head_method(
     """Return the description of a method whose head follows from sums."""
 
     def resolve(hparams: SumsHParams, lookup: Callable[[str], Method]) -> Method:
-        client, more = (Choosing, (CHOSEN,)) if hparams.choose else (OwnShares, ())
         if not hparams.personal:
             return built_on(outer, hparams, lookup)
-        fitted = dataclasses.replace(
-            outer, client=on(client, outer.client, hparams, BaseHParams()), metrics=(*NUMBERS, *more),
-            queries=(*outer.queries, *KEPT, "choice") if hparams.choose else outer.queries,
-        )  # fmt: skip
-        return built_on(fitted, hparams, lookup)
+        if not hparams.choose:
+            return built_on(fitted_to_shares(outer), hparams, lookup)
+        queries = (*outer.queries, *KEPT, "choice")
+        return built_on(
+            fitted_to_shares(dataclasses.replace(outer, queries=queries), Choosing, (CHOSEN,)), hparams, lookup
+        )
 
     def reduces(hparams: SumsHParams) -> Reductions:
         of_features = class_sums(client.squares, strategy.apart, hparams.energy())
@@ -258,3 +277,14 @@ def head_method(
         resolve=resolve,
     )
     return outer
+
+
+def fitted_to_shares(method: Method, client: type[OwnShares] = OwnShares, numbers: tuple[str, ...] = ()) -> Method:
+    """Return the method with clients that fit the bias of its head to their own class shares.
+
+    Parameters
+    ----------
+    client : added to the method's own.   numbers : its further numbers in scores.
+    """
+    found = on(client, method.client, method.hparams(), BaseHParams())
+    return dataclasses.replace(method, client=found, metrics=(*method.metrics, *NUMBERS, *numbers))

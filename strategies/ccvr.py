@@ -29,7 +29,7 @@ import numpy as np
 
 from clients.ccvr import CENTRES, FEATURES, STATISTICS, CCVRClient, CCVRHParams, Proximal
 from fedapp.core import gaussian, heads, virtual
-from fedapp.core.gaussian import ClassMoments
+from fedapp.core.gaussian import ClassMoments, Mode
 from fedapp.core.names import under
 from fedapp.learning.training import batch_slices
 from fedapp.method import Array, Arrays, BaseHParams, Method, Payload, Reductions, Reply, ServerContext, ServerState
@@ -49,7 +49,7 @@ class CCVR(PostHoc):
         """Query statistics, draw virtual representations, re-train the head, and score before and after."""
         state = super().finalize(state, query)
         s, w = self.settings, self.trained(state)
-        replies, pooled, reduced = self.statistics(w, query)
+        pooled, reduced = statistics(w, s.cov, query)
         counts = pooled.counts
         head, y, jitter = self.fitted(w, pooled)
         # Repeats the fit without each client where statistics are screened; equal draws make the fits comparable.
@@ -65,7 +65,9 @@ class CCVR(PostHoc):
             "jitter": {int(c): float(j) for c, j in jitter.items()},
             **({"screened": {**audit.screened, "pulls": audit.pulls}} if audit.screened else {}),
         }
-        calibrated = self.calibrated(state, {"head": head, "tukey": s.before_head(len(y))}, replies, counts, **found)
+        calibrated = self.calibrated(
+            state, {"head": head, "tukey": s.before_head(len(y))}, reduced.clients, counts, **found
+        )
         if s.oracle:
             z, y = self.real(w, query)
             best = retrain(w, z, y, s, functools.partial(self.context.rng, "ccvr-oracle-order"))  # Sec. 3.3
@@ -80,22 +82,6 @@ class CCVR(PostHoc):
         """Return phi~ for statistics, as `on_virtual` does; equal statistics give equal heads."""
         rng = functools.partial(self.context.rng, "ccvr-order")
         return on_virtual(w, pooled, self.settings, self.context.seed, rng)
-
-    def statistics(self, w: Arrays, query: Query) -> tuple[list[Reply], ClassMoments, Reduced]:
-        """Query N_ck, mu_ck, Sigma_ck and pool them (Eq. 3 and 4); the replies come without arrays.
-
-        With cov=sums there are two queries. The first gives N and S1, and with them mu_c. The second gives sums around
-        mu_c, so that no large numbers cancel. The result depends only on the clients that answer the second query; with
-        secure sums they are those of the first.
-        """
-        question = w
-        if self.settings.cov == "sums":
-            first = query("totals", Payload(common=w))
-            total = first.totals("totals").sums
-            if first.clients:
-                question = {**w, CENTRES: total["sum"] / np.maximum(total["count"], 1)[:, None]}  # Eq. 3
-        reduced = query("statistics", Payload(common=question))
-        return reduced.clients, reduced.moments("statistics"), reduced
 
     def real(self, w: Arrays, query: Query) -> tuple[Array, Array]:
         """Query the clients' real features; return all, or `oracle_samples` per class, drawn uniformly."""
@@ -127,6 +113,27 @@ class CCVR(PostHoc):
             norms = np.linalg.norm(arrays[W], axis=1, keepdims=True)
             arrays[W] = (arrays[W] / np.maximum(norms, 1e-12)).astype(arrays[W].dtype)
         return arrays
+
+
+def statistics(w: Arrays, cov: Mode, query: Query) -> tuple[ClassMoments, Reduced]:
+    """Query N_ck, mu_ck, Sigma_ck and pool them (Eq. 3 and 4); the replies come without arrays.
+
+    With cov=sums there are two queries. The first gives N and S1, and with them mu_c. The second gives sums around
+    mu_c, so that no large numbers cancel. The result depends only on the clients that answer the second query; with
+    secure sums they are those of the first.
+
+    Parameters
+    ----------
+    w : the model.   cov : form of the covariances.
+    """
+    question = w
+    if cov == "sums":
+        first = query("totals", Payload(common=w))
+        total = first.totals("totals").sums
+        if first.clients:
+            question = {**w, CENTRES: total["sum"] / np.maximum(total["count"], 1)[:, None]}  # Eq. 3
+    reduced = query("statistics", Payload(common=question))
+    return reduced.moments("statistics"), reduced
 
 
 def on_virtual(
@@ -167,7 +174,7 @@ def _totals_problem(context: ServerContext, arrays: Arrays, lost: float) -> str 
     return gaussian.problem_of({**arrays, "square": np.broadcast_to(0.0, (c, d * (d + 1) // 2))}, "sums", c, d)
 
 
-def reductions(hparams: CCVRHParams) -> Reductions:
+def gaussians(cov: Mode) -> Reductions:
     """Return the pooled Gaussians; with cov=sums also the sums that their centres are made of."""
     totals = Total(
         STATISTICS,
@@ -176,12 +183,17 @@ def reductions(hparams: CCVRHParams) -> Reductions:
         },
         _totals_problem, lambda arrays: float(arrays["count"].sum()), capped=False,
     )  # fmt: skip
-    pooled = Gaussians(STATISTICS, hparams.cov, CENTRES, least="min_count", fixed=(STATISTICS + "count",))
+    pooled = Gaussians(STATISTICS, cov, CENTRES, least="min_count", fixed=(STATISTICS + "count",))
     return {
         "query.statistics": {"statistics": pooled},
-        "query.totals": {"totals": totals} if hparams.cov == "sums" else {},
-        "query.features": {"features": Each(cap=False, least="")} if hparams.oracle else {},
+        "query.totals": {"totals": totals} if cov == "sums" else {},
     }
+
+
+def reductions(hparams: CCVRHParams) -> Reductions:
+    """Return the Gaussians; with the oracle also the features."""
+    features = {"features": Each(cap=False, least="")} if hparams.oracle else {}
+    return {**gaussians(hparams.cov), "query.features": features}
 
 
 def resolve(hparams: CCVRHParams, lookup: Callable[[str], Method]) -> Method:

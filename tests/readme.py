@@ -29,6 +29,7 @@ READS = (
     "fedncm",
     "fed3r",
     "lda",
+    "qda",
     "fedcof",
     "pccvr",
     "fedproto",

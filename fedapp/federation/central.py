@@ -50,8 +50,8 @@ class CentralTest:
             return None
         kind: type[FedClient] = self.strategy.method.client
         model = kind.build_model(self.spec, self.strategy.hparams)
-        selection.merge(model, arrays)
         kind.configure_model(model, scalars)
+        selection.merge(model, arrays)
         return evaluate(
             model.to(self.device), *self.data, self.inputs, self.spec.num_classes, probabilities=probabilities
         )

@@ -279,11 +279,11 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
             f"{path} holds only the shared part of {head['method']} ({', '.join(sorted(arrays))[:80]}): "
             "use a node's personal.safetensors"
         )
+    client.configure_model(model, head.get("scalars", {}))
     try:
         selection.merge(model, arrays)
     except ValueError as e:
         raise BadRequest(f"{path} does not fit the model '{spec.name}': {e}") from e
-    client.configure_model(model, head.get("scalars", {}))
     if not client.alone:
         warnings.warn(
             f"{path}: the scores of the run are not those of the stored model alone ({head['method']} with "
