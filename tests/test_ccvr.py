@@ -41,7 +41,7 @@ from fedapp.tasks import simulated as tasks
 from fedapp.transport.cohort import Cohort
 from fedapp.transport.traffic import Exchange
 from reproduction.figures.models import global_model
-from strategies.ccvr import CCVR, retrain
+from strategies.ccvr import CCVR, retrain, statistics
 from tests import handmade
 from tests.handmade import asking, deterministic, guard, refusal
 from tests.matrix import methods
@@ -132,7 +132,7 @@ def asker(strategy: CCVR, data: Data, order: list[int] | None = None) -> Callabl
 
 def pooled(args: str, data: Data, ctx: ServerContext | None = None) -> gaussian.ClassMoments:
     strategy, state = server(args, ctx)
-    return strategy.statistics(state["model"], asking(strategy, asker(strategy, data)))[1]
+    return statistics(state["model"], strategy.settings.cov, asking(strategy, asker(strategy, data)))[0]
 
 
 def calibrate(args: str, data: Data, ctx: ServerContext | None = None) -> tuple[CCVR, ServerState, ServerState]:
@@ -237,7 +237,7 @@ def test_sums_are_decided_by_who_answers_the_second_question() -> None:
     data = random_data(4, 2, 3, seed=2)
     full = asker(strategy, data)
     few = asking(strategy, lambda kind, p: full(kind, p)[: 3 if kind == "statistics" else 4])
-    found = strategy.statistics(state["model"], few)[1]
+    found = statistics(state["model"], strategy.settings.cov, few)[0]
     z, y = together(data[:3])
     for c in range(2):
         np.testing.assert_allclose(found.means[c], z[y == c].mean(axis=0), atol=1e-10)

@@ -21,7 +21,7 @@ from fedapp.method import Payload, Reply
 from fedapp.reduce.reader import Policy
 from fedapp.transport.records import METRICS
 from strategies._sums import HeadFromSums
-from strategies.ccvr import CCVR
+from strategies.ccvr import CCVR, statistics
 from strategies.fedgh import NOISED
 from tests import closedform, test_ccvr, test_fedgh, test_fedghg
 from tests.handmade import asking, guard, refusal
@@ -155,7 +155,7 @@ def ccvr(args: str, factor: float, cap: float) -> Any:
         assert refusal(strategy, state, first) is None
         return [first, *others]
 
-    return strategy.statistics(state["model"], asking(strategy, lying))[1]
+    return statistics(state["model"], strategy.settings.cov, asking(strategy, lying))[0]
 
 
 def test_sums_of_ccvr_are_capped_as_its_statistics_are() -> None:
@@ -220,7 +220,9 @@ def test_noised_sums_count_for_no_more_than_the_cap(method: str) -> None:
         strategy, state = server(*args, context(4, 5))  # type: ignore[operator]
         strategy.policy = Policy(guard(count_cap=cap), Privacy("example", 1.0, 1e-5, 1e-9))
         if isinstance(strategy, CCVR):
-            return np.asarray(strategy.statistics(state["model"], asking(strategy, lambda *_: replies))[1].means)
+            return np.asarray(
+                statistics(state["model"], strategy.settings.cov, asking(strategy, lambda *_: replies))[0].means
+            )
         assert isinstance(strategy, HeadFromSums)
         return closedform.summed(strategy, state, lambda *_: replies).sums["b"]
 

@@ -39,7 +39,7 @@ from tests.liars import Forge, forged, often
 MODELS = "digits-a,digits-b,digits-c"
 HEADS = (
     *("fedper", "fedrep", "fedbabu", "fedrod", "fedpac", "ditto", "scaffold", "feddbe", "fedetf"),
-    *("fedncm", "fed3r", "lda", "fedcof", "fedtgp", "pfedfda", "fedghg", "pccvr"),
+    *("fedncm", "fed3r", "lda", "qda", "fedcof", "fedtgp", "pfedfda", "fedghg", "pccvr"),
 )
 """Methods with a head of their own at each client or one from statistics, beside the four of the README."""
 DEPLOY = ("run", "--engine", "deploy", "--superlink", "superlink")

@@ -23,6 +23,7 @@ from fedapp.errors import BadRequest, Impossible
 from fedapp.method import Payload, Reply, ServerState
 from fedapp.reduce.reader import Policy
 from fedapp.settings import RobustnessSettings
+from strategies.ccvr import statistics as ccvr_statistics
 from strategies.fedgh import METHOD as FEDGH
 from strategies.fedgh import FedGH, header_step
 from strategies.fedghg import METHOD, FedGHG
@@ -195,7 +196,7 @@ def test_pooled_over_one_common_extractor_the_last_round_is_ccvrs_retraining(see
     w, b = head(after(made, "full", counts=True, clients=clients))
 
     ccvr, state = server("", context(w=np.zeros((3, 2))))
-    statistics = ccvr.statistics(state["model"], asking(ccvr, asker(ccvr, features)))[1]
+    statistics = ccvr_statistics(state["model"], ccvr.settings.cov, asking(ccvr, asker(ccvr, features)))[0]
     rows = []
     for c in range(3):
         mean, cov = gaussian_of(statistics, c)
@@ -222,7 +223,9 @@ def test_pooled_over_one_common_extractor_it_ends_where_ccvr_ends() -> None:
     start = context(w=np.zeros((3, 2)))
     strategy_of_ccvr, _, state = calibrate("samples=6000 weight_decay=0", features, start)
     theirs = strategy_of_ccvr.repair(state).common
-    pooled = strategy_of_ccvr.statistics(start.initial, asking(strategy_of_ccvr, asker(strategy_of_ccvr, features)))[1]
+    pooled = ccvr_statistics(
+        start.initial, strategy_of_ccvr.settings.cov, asking(strategy_of_ccvr, asker(strategy_of_ccvr, features))
+    )[0]
     z, y, _ = virtual_features(pooled, np.full(3, 50_000), seed=9)
 
     def loss(w: NDArray[Any], b: NDArray[Any]) -> float:

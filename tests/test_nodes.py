@@ -282,6 +282,7 @@ def test_every_method_that_tells_of_classes_says_so() -> None:
         "fedproto": "",
         "fedtgp": "",
         "lda": "min_count",
+        "qda": "min_count",
         "fedpac": "",
         "pfedfda": "min_count",
         "pccvr": "min_count",

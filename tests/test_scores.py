@@ -43,8 +43,8 @@ def test_an_evaluation_of_all_clients_measures_what_the_next_round_measures(meth
 
 
 DELIVERED = {
-    "ccvr", "fedavg", "fedprox", "fedavgm", "moon", "fedncm", "fed3r", "lda", "fedcof", "pccvr", "cfl", "ifca", "fednh",
-    "feduv", "scaffold",
+    "ccvr", "fedavg", "fedprox", "fedavgm", "moon", "fedncm", "fed3r", "lda", "qda", "fedcof", "pccvr", "cfl", "ifca",
+    "fednh", "feduv", "scaffold",
 }  # fmt: skip
 """Methods whose product is the model that the server sends. All others are judged after training at the client."""
 

@@ -38,7 +38,14 @@ SUMMED = {
     "lgfedavg": "average=plain", "fml": "", "fednh": "", "fedproto": "down=all", "pfedfda": "",
 }  # fmt: skip
 """Methods whose rounds need only sums, with hyperparameters."""
-AFTER = {"fedncm": "", "fed3r": "scale=fit", "lda": "", "ccvr": "cov=sums epochs=2", "pccvr": "cov=sums epochs=2"}
+AFTER = {
+    "fedncm": "",
+    "fed3r": "scale=fit",
+    "lda": "",
+    "qda": "scale=none",
+    "ccvr": "cov=sums epochs=2",
+    "pccvr": "cov=sums epochs=2",
+}
 """Those that need only sums after the last round."""
 WIRE = Callable[[Message], Message | None]
 
