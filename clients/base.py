@@ -34,6 +34,7 @@ The file is long because the whole contract of a client stands in it, in the ord
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -65,6 +66,7 @@ from fedapp.learning.training import (
     needs_two,
     rate_in,
     step_rates,
+    taking_representations,
     train,
     trained_alone,
 )
@@ -342,13 +344,17 @@ class FedClient(PositionalClient):
         """Train what a phase names, and nothing else."""
         model = self.model if phase.model is None else phase.model
         x, y = (self.task.x_train, self.task.y_train) if phase.rows is None else phase.rows
-        with trained_alone(model, phase.prefixes) as held:
+        with contextlib.ExitStack() as stack:
+            held = stack.enter_context(trained_alone(model, phase.prefixes))
+            if once := self._trains_head_alone(phase, held):
+                x = self.representations(x)
+                stack.enter_context(taking_representations(self.model))
             return train(
                 model,
                 x,
                 y,
                 phase.spec,
-                self.task.inputs,
+                None if once else self.task.inputs,
                 phase.loss,
                 self.generator(phase.draws),
                 parameters=None if phase.parameters is None else phase.parameters(),
@@ -361,6 +367,16 @@ class FedClient(PositionalClient):
                 private=self._private(phase.spec, len(y)),
                 rate=rate_in(self.round, self.task.rates, phase.spec.lr) if phase.rate is None else phase.rate,
             )
+
+    def _trains_head_alone(self, phase: Phase, held: list[nn.Module]) -> bool:
+        """Return whether all epochs of a phase see the same representations, and its loss depends on these alone."""
+        from fedapp.models import SplitModel  # it loads PyTorch
+
+        kind, spec = type(self), phase.spec
+        plain = getattr(phase.loss, "__func__", None) is FedClient.step_loss and kind.after_step is FedClient.after_step
+        fixed = phase.model is None and any(m is self.model.features for m in held)
+        same = spec.local_epochs > 1 and spec.augment == "none" and spec.precision == "fp32" and self.releaser is None
+        return plain and fixed and same and type(self.model).forward is SplitModel.forward
 
     def _private(self, spec: TrainingSettings, rows: int) -> NoisySteps | None:
         """Return what makes the steps of a training private, after it is booked; None without DP-SGD."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedapp.core import masks, sums
+from fedapp.core import gaussian, masks, sums
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
 from fedapp.results.runs import RunResult
@@ -77,6 +77,29 @@ def test_sums_have_the_bits_of_whole_numbers(kind: str, clients: int) -> None:
         words = np.sum([masks.encode(p, clients, 2 * bits) for p in parts], axis=0, dtype=np.uint64)
         opened = masks.decode(words, {n: x.shape for n, x in parts[0].items()}, 2 * bits)
         assert np.array_equal(sums.second_moments(opened["a"], WIDTH), a) and np.array_equal(opened["b"], b)
+
+
+def test_two_forged_answers_among_100_are_found() -> None:
+    """One whose scatter within classes has an eigenvalue of -1e-6 max|A|, and one whose last column lacks a row."""
+    z, y = rows_of("plain", 4000)
+    answers = []
+    for rows in np.array_split(np.arange(4000), 100):
+        own = sums.FeatureSums(CLASSES, WIDTH, bits=18)
+        own.update(torch.from_numpy(z[rows]), torch.from_numpy(y[rows]))
+        answers.append(own.arrays())
+    a = sums.second_moments(answers[30]["a"], WIDTH)
+    values, vectors = np.linalg.eigh(sums.scatter_within(a, answers[30]["b"]))
+    a[:-1, :-1] -= (values[0] + 1e-6 * np.abs(a).max()) * np.outer(vectors[:, 0], vectors[:, 0])
+    answers[30]["a"] = gaussian.pack(a)
+    a = sums.second_moments(answers[60]["a"], WIDTH)
+    a[-1, :-1] -= z[2400]
+    a[:-1, -1] -= z[2400]
+    answers[60]["a"] = gaussian.pack(a)
+    found = {k: p for k, x in enumerate(answers) if (p := sums.problem_of(x, CLASSES, WIDTH, True))}
+    assert found == {
+        30: "no features have these second moments",
+        60: "the last column of 'a' is not the sum of the rows of 'b'",
+    }
 
 
 def test_a_solution_does_not_depend_on_the_number_of_threads() -> None:

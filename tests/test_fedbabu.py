@@ -133,7 +133,9 @@ def test_fine_tuning_trains_a_copy_of_what_was_received(tune: str) -> None:
     spec = TASK.train.replaced(local_epochs=2, lr=0.05 / 100)
     train(model, TASK.x_train, TASK.y_train, spec, TASK.inputs, lambda b: made.cross_entropy(model(b.x), b.y),
           made.generator("tune"), parameters=kept)  # fmt: skip
-    assert equal(selection.everything(made.tuned), selection.everything(model))
+    found, wanted = selection.everything(made.tuned), selection.everything(model)
+    for name in found:  # a head alone is trained on representations that were computed once, in larger batches
+        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=1e-7 if tune == "head" else 0, err_msg=name)
     assert metrics["tuned-loss-sum"] != received["received-loss-sum"] and metrics["tuned-total"] == 40
 
 

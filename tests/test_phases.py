@@ -308,3 +308,30 @@ def test_a_client_with_its_own_score_states_that_the_stored_model_predicts_it() 
     own: type[FedClient] = type("Own", (FedClient,), {"score": FedClient.score})
     assert not own.alone and not type("Heir", (own,), {}).alone and FedClient.alone
     assert type("Stated", (FedClient,), {"score": FedClient.score, "alone": True}).alone
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [("fedrep", "head_epochs=4"), ("fedpac", "head_epochs=4"), ("fedbabu", "tune=head tune_epochs=4")],
+)
+def test_a_phase_of_the_head_passes_the_trunk_once(method: str, args: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the numbers of a pass in each epoch, to float rounding; with augmentation each epoch has a pass."""
+    task = digit_tasks(1)[0]
+    kind, hparams = registry.configured(method, args)
+    heads, passes = [], []
+    for once, augment in ((True, "none"), (False, "none"), (True, "weak")):
+        c = kind.client(replace(task, train=task.train.replaced(augment=augment)), kind, hparams)
+        with monkeypatch.context() as patch:
+            if not once:
+                patch.setattr(FedClient, "_trains_head_alone", lambda self, phase, held: False)
+            c.model, c.round = model_like(task), 1
+            rows: list[int] = []
+            c.model.features.register_forward_hook(lambda m, x, z, seen=rows: seen.append(len(z)))
+            before = extract(c.model, everything(c.model))
+            c.run_phase((c.tuning() if method == "fedbabu" else c.phases())[0])
+        after = extract(c.model, everything(c.model))
+        assert all(np.array_equal(after[n], before[n]) == n.startswith("features.") for n in before)
+        passes.append(sum(rows) / task.num_samples)
+        heads.append(after["head.weight"] - before["head.weight"])
+    assert passes == [1, 4, 4]
+    np.testing.assert_allclose(heads[0], heads[1], rtol=1e-4, atol=1e-6)

@@ -180,15 +180,20 @@ def _problem_of_squares(a: Float64, b: Float64, lost: float) -> str | None:
         return Impossible("'a' has a negative diagonal")
     if a[-1, -1] != b[:, -1].sum():
         return Impossible(f"'a' counts {a[-1, -1]:g} samples and 'b' {b[:, -1].sum():g}")
-    slack = TOLERANCE * max(float(np.abs(a).max()), 1.0)
+    slack = TOLERANCE * max(float(a.max()), -float(a.min()), 1.0)
     # The scatter subtracts S S^T / n of each class, which a rounded S moves by its mean times as much, twice.
     means = np.abs(b[:, :-1]) / np.maximum(b[:, -1:], 1)
     slack += lost * (len(a) + len(b)) * (1 + 2 * float(means.max()))
     if np.abs(a[-1] - b.sum(axis=0)).max() > slack:
         return "the last column of 'a' is not the sum of the rows of 'b'"
     # Features of which this is the scatter within classes exist if, and only if, it has no negative eigenvalue.
-    possible = _cholesky(scatter_within(a, b) + slack * np.eye(len(a) - 1)) is not None
-    return None if possible else "no features have these second moments"
+    seen = b[:, -1] > 0
+    within = np.asfortranarray(a[:-1, :-1].T)
+    if seen.any():
+        within = blas.dsyrk(-1.0, (b[seen, :-1] / np.sqrt(b[seen, -1:])).T, beta=1.0, c=within, overwrite_c=1)
+    np.fill_diagonal(within, np.diag(within) + slack)
+    # Only its upper triangle is valid, which is the lower one of the transposed matrix.
+    return None if _cholesky(within.T) is not None else "no features have these second moments"
 
 
 def scatter_within(a: Float64, b: Float64) -> Float64:

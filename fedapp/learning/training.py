@@ -25,6 +25,8 @@ from fedapp.settings import TrainingSettings
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
+    from fedapp.models import SplitModel
+
 
 SHORT = TrainingSettings(local_epochs=1, lr=0.01, optimizer="sgd", momentum=0.9, weight_decay=0, clip=0, augment="none")
 """One epoch of SGD: the settings of a task that states none."""
@@ -148,6 +150,16 @@ def trained_alone(model: nn.Module, prefixes: tuple[str, ...]) -> Iterator[list[
     finally:
         for p in frozen:
             p.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def taking_representations(model: SplitModel) -> Iterator[None]:
+    """Let a model take what `represent` returns, so that a frozen trunk is not passed in each epoch."""
+    model.__dict__["represent"] = lambda z: z
+    try:
+        yield
+    finally:
+        del model.__dict__["represent"]
 
 
 def _any_trained(module: nn.Module) -> bool:
@@ -283,7 +295,7 @@ def train(
     x: Tensor,
     y: Tensor,
     spec: TrainingSettings,
-    inputs: InputSpec,
+    inputs: InputSpec | None,
     step_loss: Callable[[Batch], Tensor],
     generator: torch.Generator,
     *,
@@ -303,7 +315,7 @@ def train(
     ----------
     model : on the device of `x`; left in training mode, but for `held`.
     x : (n, H, W, C) uint8.   y : (n,) int64.
-    spec : the settings.   inputs : how `x` is normalised.
+    spec : the settings.   inputs : how `x` is normalised; None = not at all, without augmentation.
     step_loss : the method's loss of one batch, a scalar tensor.
     generator : draws the order of an epoch, then the views of each batch; its seed also seeds dropout.
     parameters : what is trained, as far as it requires a gradient; default all parameters of the model. As PyTorch's
@@ -399,8 +411,10 @@ def train(
     return report
 
 
-def _views(raw: Tensor, inputs: InputSpec, kind: str, generator: torch.Generator, views: int) -> list[Tensor]:
+def _views(raw: Tensor, inputs: InputSpec | None, kind: str, generator: torch.Generator, views: int) -> list[Tensor]:
     """Return `views` independent augmentations of a batch; without augmentation all are the same tensor."""
+    if inputs is None:
+        return [raw] * views
     if kind == "none":
         return [normalise(raw, inputs)] * views
     return [augment(raw, inputs, kind, generator) for _ in range(views)]
