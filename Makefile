@@ -24,7 +24,7 @@ run: $(READY)
 test: $(READY) lint
 	$(BIN)/python -m pytest $(WORKERS)
 
-full: $(READY) lint
+full: $(READY) $(VENV)/.docs lint
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 quick: $(READY) lint

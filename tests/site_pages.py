@@ -5,15 +5,22 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import typer
 
+import fedapp
+from clients.base import FedClient
 from fedapp import cli, registry
 from fedapp.cli.listing import notes
 from fedapp.config import GROUPS, KEYS
 from fedapp.method import BaseHParams, Method
+from reproduction.studies import choosing
+from strategies.base import Strategy
 from tests.house import FILES, module
 from tests.readme import OPEN, ROOT, cell, code, fields, methods_table
 
@@ -140,7 +147,7 @@ def keys() -> str:
         "# Configuration keys",
         "",
         f"The {len(KEYS)} keys of a run, in {len(GROUPS)} groups. They go into a TOML file (`fedapp run FILE.toml`), "
-        "after `--set` (`fedapp run --set lr=0.1`), into `fedapp.run(lr=0.1)` with underscores in place of hyphens, "
+        "after `--set` (`fedapp run --set lr=0.1`), into `fedapp.run(lr=0.1)` with underscores instead of hyphens, "
         "and into `flwr run . --run-config`. The command line wins over the file. A run directory's `config.toml` "
         "holds all of them, and `fedapp run config.toml` repeats the run.",
         "",
@@ -246,6 +253,58 @@ def reference(name: str, title: str | None = None) -> str:
     return f"# {title or name}\n\n::: {name}\n"
 
 
+def contract(base: type, derived: Iterable[type]) -> list[str]:
+    """Return the table of a base class's functions that the methods of fedapp write themselves, in the order there."""
+    classes = {c for one in derived for c in one.__mro__ if issubclass(c, base) and c is not base}
+    names = dict.fromkeys(name for c in reversed(base.__mro__) for name in vars(c))
+    rows = ["| function | meaning |", "|---|---|"]
+    for name in names:
+        function = getattr(base, name)
+        if not name.startswith("_") and inspect.isroutine(function) and any(name in vars(c) for c in classes):
+            rows.append(f"| `{name}` | {cell((inspect.getdoc(function) or '').partition(chr(10))[0])} |")
+    return rows
+
+
+def public() -> str:
+    """Return the page of the public API: what `fedapp` exports, and the classes of a method of one's own."""
+    lines = [
+        "# Public API",
+        "",
+        "These functions and classes are the API of fedapp. All other modules may change without notice.",
+        "",
+        "```python",
+        "import fedapp",
+        "",
+        'card = fedapp.data_card(dataset="digits", clients=8)                    # the partition; nothing is trained',
+        'result = fedapp.run(method="fedclassavg", dataset="digits", rounds=5)   # one run',
+        'found = fedapp.compare("local,fedavg,fedclassavg", seeds=3, rounds=5)   # several methods on the same data',
+        "net = fedapp.load(result.out, client=0)                                 # a client's model as a torch module",
+        "```",
+        "",
+    ]
+    for name in sorted(set(fedapp.__all__) - {"__version__"}, key=str.lower):
+        place = getattr(fedapp, name).__module__
+        lines += [f"## fedapp.{name}", "", f"::: {place}.{name}", "    options:"]
+        lines += ["      heading_level: 3", "      show_source: false", "      skip_local_inventory: true", ""]
+    methods = registry.discover().values()
+    sides = {
+        "A strategy": (Strategy, [m.strategy for m in methods], "computes the payload and combines replies"),
+        "A client": (FedClient, [m.client for m in methods], "trains on its rows and replies"),
+    }
+    for title, (base, classes, does) in sides.items():
+        lines += [
+            f"## {title}",
+            "",
+            f"`{base.__module__}.{base.__name__}` {does}. A method overrides the functions in which it differs from "
+            f"FedAvg ([an example](../own-method.md), [all functions]({base.__module__}.md)).",
+            "",
+            *contract(base, classes),
+            "",
+        ]
+    lines += ["`METHOD` in `strategies/ID.py` is a `fedapp.method.Method` ([fields](fedapp.method.md)).", ""]
+    return "\n".join(lines)
+
+
 def _see(method: Method) -> str:
     page, values = (
         f"[The method's page](../methods/{method.id}.md)",
@@ -292,13 +351,34 @@ def scheme(method: Method) -> str:
     ])  # fmt: skip
 
 
+@cache
+def measured() -> list[tuple[choosing.Block, choosing.Compared]]:
+    """Return the settings of docs/choosing.md with every method's difference to training alone."""
+    return choosing.every_block(list(choosing.load(ROOT / "docs" / "choosing.jsonl").values()))
+
+
+def reached(name: str) -> list[str]:
+    """Return a method's differences to training alone, a row for each setting."""
+    rows = [
+        f"| {block.title} | {choosing.in_points(c.methods[name])} | {c.methods[name].word(c.margin)} |"
+        for block, c in measured()
+        if name in c.methods
+    ]
+    heads = ["| setting | difference to training alone, points | |", "|---|---|---|"]
+    about = "At its defaults, with three seeds and few rounds ([Which method](../choosing.md))."
+    return ["", "## Scores reached", "", about, "", *heads, *rows] if rows else []
+
+
 def in_code(name: str) -> str:
-    """Return what the site adds to the page of a method: the way to its code, and its figures."""
+    """Return the site's part of a method's page: scores, code, the entry to cite, and figures."""
     m = registry.get(name)
     links = [f"[API of {m.title}](../api/{m.id}.md)"]
     if m.hparams.model_fields:
         links.append(f"[hyperparameters with types and defaults](../reference/hyperparameters.md#{m.id})")
-    lines = ["", "## In the code", "", ", ".join(links) + "."]
+    lines = [*reached(name), "", "## In the code", "", ", ".join(links) + "."]
+    if m.paper and name != "local":
+        entry = f"@misc{{{m.id},\n  title = {{{m.title}}},\n  note = {{{m.paper}}}\n}}"
+        lines += ["", "## Cite", "", f"```bibtex\n{entry}\n```"]
     pages = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
     drawn = re.findall(rf"!\[([^\]]+)\]\((figures/{name}-[^)]+)\)", pages)
     if drawn:
@@ -326,6 +406,7 @@ def generated() -> dict[str, str]:
         "reference/hyperparameters.md": hyperparameters(),
         "reference/commands.md": commands(),
         "methods/index.md": methods(),
+        "api/index.md": public(),
     }
     pages |= {f"api/{name}.md": reference(name) for names in api().values() for name in names}
     pages |= {f"api/{m.id}.md": of_method(m) for m in registry.discover().values()}
@@ -348,6 +429,8 @@ def searched(place: str) -> dict[str, Any]:
     folder, _, name = place.rpartition("/")
     if folder == "api" and name.startswith("fedapp.") and name.removesuffix(".md") not in sum(API.values(), ()):
         return {"exclude": True}
+    if place == "api/index.md":
+        return {"boost": 2}
     return {"boost": 0.5 if folder in ("api", "reference") or place == "CHANGELOG.md" else 2}
 
 
@@ -372,6 +455,7 @@ def navigation() -> list[Any]:
         },
         {
             "API": [
+                {"Public API": "api/index.md"},
                 *modules,
                 {"Methods": [{m.title: f"api/{m.id}.md"} for m in registry.discover().values()]},
             ]
