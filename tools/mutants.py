@@ -323,14 +323,9 @@ notices survives: either the tests miss something, or the fault makes no differe
 **{killed} of {len(records)} killed** ({killed / max(1, len(records)):.1%}), {len(survived)} survived.
 Command: `{command}`. Date: {time.strftime("%Y-%m-%d")}.
 
-The faults are: an operator replaced or a condition negated; an integer plus one, a float doubled, a truth value
-flipped, a bound of a slice or range off by one; a statement, a `raise`, or a call such as `.detach()`, `.eval()`,
-`.clone()` or `sorted()` removed; two arguments exchanged; `min` for `max`, `sum` for `mean` and the like; `None`
-returned. They are drawn with a seed from all possible ones in {", ".join(f"`{folder}`" for folder in FOLDERS)}. A test
+The faults change operators, constants, bounds, arguments and return values, or remove statements and calls.
+They are drawn with a seed from all possible ones in {", ".join(f"`{folder}`" for folder in FOLDERS)}. A test
 that runs out of time counts as killed. The reasons are kept in `tools/mutants.toml`.
-
-Tests are written for faults of a sample that survive. Another seed draws faults that no one has looked at, and shows
-the worth of the tests for these.
 
 {chr(10).join(rows) if survived else "No fault survived."}
 """
