@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -29,6 +30,7 @@ GUIDES: dict[str, dict[str, dict[str, str]]] = {
         "": {
             "Quick start": "quickstart.md",
             "Install": "installing.md",
+            "Notebook": "notebook.md",
             "Tutorial: pictures": "tutorials/pictures.md",
             "Tutorial: sensors": "tutorials/sensors.md",
             "Tutorial: a table": "tutorials/table.md",
@@ -253,6 +255,27 @@ def reference(name: str, title: str | None = None) -> str:
     return f"# {title or name}\n\n::: {name}\n"
 
 
+def notebook() -> str:
+    """Return the notebook with its stored outputs as a page."""
+    lines: list[str] = []
+    for one in json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]:
+        source = "".join(one["source"])
+        if one["cell_type"] == "markdown":
+            lines += [source.replace("](../docs/", "]("), ""]
+            continue
+        lines += ["```python", source, "```", ""]
+        for output in one["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                lines.append(f"![output](data:image/png;base64,{data['image/png'].strip()})")
+            elif "text/html" in data:
+                lines.append("".join(data["text/html"]))
+            else:
+                lines += ["```text", "".join(output.get("text", data.get("text/plain", ""))).rstrip(), "```"]
+            lines.append("")
+    return "\n".join(lines)
+
+
 def contract(base: type, derived: Iterable[type]) -> list[str]:
     """Return the table of a base class's functions that the methods of fedapp write themselves, in the order there."""
     classes = {c for one in derived for c in one.__mro__ if issubclass(c, base) and c is not base}
@@ -407,6 +430,7 @@ def generated() -> dict[str, str]:
         "reference/commands.md": commands(),
         "methods/index.md": methods(),
         "api/index.md": public(),
+        "notebook.md": notebook(),
     }
     pages |= {f"api/{name}.md": reference(name) for names in api().values() for name in names}
     pages |= {f"api/{m.id}.md": of_method(m) for m in registry.discover().values()}
