@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 import warnings
@@ -36,13 +37,18 @@ from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
 from fedapp.results import statistics
 from fedapp.results.directory import write_text
+from fedapp.results.runs import RunResult
 from fedapp.results.statistics import DASH, spread, tally, worst
 from reproduction.studies.choosing import DOCS, UNMEASURED, named
 
 Array = NDArray[Any]
 Scores = dict[str, float]
 
-HEADS = ("fed3r", "lda", "fedncm", "fedcof")
+CHOOSING = "lda, choose"
+HEADS = ("fed3r", "lda", CHOOSING, "fedncm", "fedcof")
+"""Methods with `personal=true`, and one with `choose=true`."""
+SHOWN = ("fed3r", "lda")
+"""Heads of the first table, which were chosen before any score was seen."""
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 """Penalties of logistic regression, of which rows held out of the training rows choose one for each data set."""
 OWN_SHRINK = 0.3
@@ -90,12 +96,13 @@ GUARDS: dict[str, Mapping[str, Any]] = {
     **{f"epsilon-{e}": {"dp": "example", "dp_epsilon": float(e), "dp_test": True} for e in (1, 3, 8)},
 }
 """What is asked of the runs of the second table; `dp_test` draws the noise from the seed, with the same scale."""
-for _name in ("cifar10-20", "banking77"):
+GUARDED = ("cifar10-20", "banking77")
+SUMMED = ("fed3r", "lda", "fedncm")
+"""Heads that follow from the total alone."""
+for _name in GUARDED:
     for _guard, _values in GUARDS.items():
         _plain = SETTINGS[_name]
-        SETTINGS[f"{_name}-{_guard}"] = Setting(
-            _plain.title, _plain.file, {**_plain.values, **_values}, ("fed3r", "lda", "fedncm")
-        )
+        SETTINGS[f"{_name}-{_guard}"] = Setting(_plain.title, _plain.file, {**_plain.values, **_values}, SUMMED)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -180,13 +187,18 @@ def logistic(x: Array, y: Array, new: Array, penalty: float) -> Array:
 
 
 class Central:
-    """Heads on the stacked training rows of all clients, by NumPy and scikit-learn."""
+    """Heads on the stacked training rows of all clients, by NumPy and scikit-learn.
 
-    def __init__(self, rows: Rows) -> None:
+    Parameters
+    ----------
+    fitted : the result of `logistic`, where it is known.
+    """
+
+    def __init__(self, rows: Rows, fitted: tuple[float, float] | None = None) -> None:
         h, labels = rows.stacked(rows.train)
         self.rows, self.a, self.b = rows, h.T @ h, labels.T @ h
         del h
-        self._logistic: tuple[float, float] | None = None
+        self._logistic = fitted
 
     def logistic(self) -> tuple[float, float]:
         """Return the penalty that held-out rows choose, and the accuracy on the test rows."""
@@ -234,33 +246,50 @@ def each_alone(rows: Rows, clients: Sequence[ClientSplit], penalty: float) -> di
     return {name: counts_of(right) for name, right in found.items()}
 
 
-def measure(setting: str, seed: int, central: Central, data: Path, out: Path) -> dict[str, Scores]:
-    """Run every head of a setting for a seed, and return the scores of each model by its name."""
+def of_the_server(
+    done: RunResult, rows: Rows, clients: Sequence[ClientSplit], central: Central, private: bool
+) -> Scores:
+    """Return the scores of the head that a run's server made, the same for all clients."""
+    arrays, _ = read_safetensors(done.out / "models" / "last.safetensors")
+    head = np.column_stack([arrays["head.weight"], arrays["head.bias"]])
+    guess, truth = predicted(head, rows.x[rows.test]), rows.y[rows.test]
+    own = counts_of([predicted(head, rows.x[c.test]) == rows.y[c.test] for c in clients])
+    further = done.summary["metrics"]["global"]
+    scores = {"global": done.score("global"), "own": of_clients(own)["own"],
+              "recall": min(float((guess == truth)[truth == c].mean()) for c in np.unique(truth)),
+              "auc": further["auc"]["mean"], "ece": further["ece"]["mean"]}  # fmt: skip
+    same = None if private else central.head(done.method, done.summary)
+    apart = {} if same is None else {"apart": float((predicted(same, rows.x[rows.test]) != guess).sum())}
+    return scores | apart
+
+
+def measure(
+    setting: str, seed: int, heads: Iterable[str], central: Central, data: Path, out: Path
+) -> dict[str, Scores]:  # fmt: skip
+    """Run heads of a setting for a seed, and return the scores of each, and of the models without federation."""
     given, rows, found = SETTINGS[setting], central.rows, {}
     common = {"dataset": "npz", "data_dir": data, "seed": seed, "final_training": False, "keep_models": False,
               "metrics": "accuracy,loss,balanced,auc,ece", **given.values}  # fmt: skip
     counts: dict[str, Any] = {}
-    for method in given.heads:
-        began = time.process_time()
-        done = run(method=method, out=out / setting / f"{method}-s{seed}", **common)
-        seconds = time.process_time() - began
+    private = "dp" in given.values
+    for name in heads:
+        method, _, choose = name.partition(", ")
+        args = "" if private else f"{choose or 'personal'}=true"
+        folder = out / setting / f"{method}{choose}-s{seed}"
+        scores: Scores = {}
+        if not (done := RunResult(folder)).ok:
+            shutil.rmtree(folder, ignore_errors=True)  # of a command that was stopped
+            began = time.process_time()
+            done = run(method=method, method_args=args, out=folder, **common)
+            scores["seconds"] = time.process_time() - began
+        scores["bytes"] = float(sum(n for key, n in done.summary.items() if key.startswith("bytes_up_query")))
         clients = Partition.load(done.out / "partition.npz").clients
         if not counts:
             counts = each_alone(rows, clients, central.logistic()[0])
-        arrays, _ = read_safetensors(done.out / "models" / "last.safetensors")
-        head = np.column_stack([arrays["head.weight"], arrays["head.bias"]])
-        guess, truth = predicted(head, rows.x[rows.test]), rows.y[rows.test]
-        same = central.head(method, done.summary) if "dp" not in given.values else None
-        everywhere = done.summary["metrics"]["global"]
-        plain = counts_of([predicted(head, rows.x[c.test]) == rows.y[c.test] for c in clients])
-        up = {name: n for name, n in done.summary.items() if name.startswith("bytes_up_query")}
-        scores = {"global": done.score("global"), **of_clients(plain), "bytes": float(sum(up.values())),
-                  "recall": min(float((guess == truth)[truth == c].mean()) for c in np.unique(truth)),
-                  "auc": everywhere["auc"]["mean"], "ece": everywhere["ece"]["mean"], "seconds": seconds}  # fmt: skip
-        if same is not None:
-            scores["apart"] = float((predicted(same, rows.x[rows.test]) != guess).sum())
-        scores |= dict(zip(("gain", "same", "lose"), statistics.harm(plain, counts["logistic"])))
-        found[method] = scores
+        if not private:
+            scores |= of_clients(delivered := done.headline_counts(), "shares")
+            scores |= dict(zip(("gain", "same", "lose"), statistics.harm(delivered, counts["logistic"])))
+        found[name] = scores if choose else scores | of_the_server(done, rows, clients, central, private)
     sizes = [len(client.train) for client in clients]
     found["alone"] = {**of_clients(counts["logistic"]), "rows": float(np.median(sizes))}
     found["alone-lda"] = of_clients(counts["lda"])
@@ -285,7 +314,8 @@ def load(path: Path) -> Kept:
 
 def save(path: Path, kept: Kept) -> None:
     """Write scores in the order of settings, seeds and models."""
-    order = sorted(kept, key=lambda key: ([*SETTINGS].index(key[0]), key[1]))
+    models = [*HEADS, *MODELS]
+    order = sorted(kept, key=lambda key: ([*SETTINGS].index(key[0]), key[1], models.index(key[2])))
     lines = ({"setting": s, "seed": n, "model": m, "scores": kept[s, n, m]} for s, n, m in order)
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
@@ -307,7 +337,8 @@ def cell(runs: Sequence[Scores], name: str, factor: float = 100.0, digits: int =
 
 def title(model: str) -> str:
     """Return a model's name in a table."""
-    return MODELS.get(model) or registry.get(model).title
+    method, *choose = model.split(", ")
+    return MODELS.get(model) or ", ".join([registry.get(method).title, *choose])
 
 
 def setting_table(runs: Mapping[str, Sequence[Scores]]) -> list[str]:
@@ -316,12 +347,23 @@ def setting_table(runs: Mapping[str, Sequence[Scores]]) -> list[str]:
     for model, found in runs.items():
         harmed = [[run[w] for w in ("gain", "same", "lose")] for run in found if "gain" in run]
         rows.append((
-            title(model), cell(found, "global"), cell(found, "own"), cell(found, "worst"),
+            title(model), cell(found, "global"), cell(found, "own"), cell(found, "shares"), cell(found, "worst"),
             tally(harmed) if harmed else DASH, cell(found, "recall"), cell(found, "auc"), cell(found, "ece"),
             f"{mean(found, 'bytes') / 1e5:.0f}" if "bytes" in found[0] else DASH, cell(found, "seconds", 1),
         ))  # fmt: skip
-    heads = "model|global|own|worst tenth|gain / same / lose:|lowest recall|AUROC|ECE"
+    heads = "model|global|own|own with shares|worst tenth|gain / same / lose:|lowest recall|AUROC|ECE"
     return markdown(f"{heads}|up, kB:|processor s:", rows)
+
+
+def guard_table(kept: Kept) -> list[str]:
+    """Build the table of global accuracies with secure sums and with noise, of what was measured."""
+    rows = []
+    for name in GUARDED:
+        for guard in ("", *GUARDS):
+            found = of_setting(kept, f"{name}-{guard}" if guard else name)
+            if found:
+                rows.append((SETTINGS[name].title, guard or "none", *(cell(found[h], "global") for h in SUMMED)))
+    return markdown("|".join(["setting", "guard", *map(title, SUMMED)]), rows)
 
 
 def mean(runs: Sequence[Scores], name: str) -> float:
@@ -337,23 +379,24 @@ def answer(kept: Kept) -> list[str]:
     apart = [scores["apart"] for (setting, _, _), scores in kept.items() if setting in PLAIN and "apart" in scores]
     below, own, rows = [], [], []
     for name, found in known.items():
-        best = max(SETTINGS[name].heads, key=lambda head: mean(found[head], "global"))
-        below.append(mean(found["central"], "global") - mean(found[best], "global"))
-        personal = max(SETTINGS[name].heads, key=lambda head: mean(found[head], "own"))
-        own.append(mean(found[personal], "own") - mean(found["alone"], "own"))
+        pair, alone, central = [found[head] for head in SHOWN], found["alone"], found["central"]
+        below += [mean(central, "global") - mean(runs, "global") for runs in pair]
+        own += [mean(runs, "shares") - mean(alone, "own") for runs in pair]
         rows.append((
-            SETTINGS[name].title, f"{np.mean([run['rows'] for run in found['alone']]):.0f}",
-            f"{title(best)} {cell(found[best], 'global')}", cell(found["central"], "global"),
-            f"{title(personal)} {cell(found[personal], 'own')}", cell(found["alone"], "own"),
-            cell(found["majority"], "own"),
+            SETTINGS[name].title, f"{np.mean([run['rows'] for run in alone]):.0f}",
+            *(cell(runs, "global") for runs in (*pair, central)), *(cell(runs, "shares") for runs in pair),
+            cell(found.get(CHOOSING, ()), "shares"), cell(alone, "own"), cell(found["majority"], "own"),
         ))  # fmt: skip
+    names = [title(head) for head in SHOWN]
+    ends = [f"{round(end(own), 1) + 0:+.1f}" for end in (min, max)]
     text = (
         f"One exchange gives the head that all training rows together would give: in {len(apart)} runs "
-        f"{sum(apart):.0f} test rows are classified otherwise. The best head is {min(below):.1f} to {max(below):.1f} "
-        f"points below logistic regression on all rows, and {min(own):+.1f} to {max(own):+.1f} points from training "
-        "alone on the clients' own test rows."
+        f"{sum(apart):.0f} test rows are classified otherwise. {' and '.join(names)} are {min(below):.1f} to "
+        f"{max(below):.1f} points below logistic regression on all rows. With each client's own class shares they are "
+        f"{' to '.join(ends)} points from training alone on the clients' own test rows."
     )
-    heads = "setting|rows of a client:|best head, global|central logistic|best head, own|alone, own|majority, own"
+    all_rows, own_rows = ("|".join(f"{name}, {score}" for name in names) for score in ("global", "own"))
+    heads = f"setting|rows of a client:|{all_rows}|central|{own_rows}|{title(CHOOSING)}, own|alone|majority"
     return [text, "", *markdown(heads, rows)]
 
 
@@ -363,19 +406,28 @@ def page(text: str, kept: Kept) -> str:
         if f"<!-- table:{setting} -->" in text:
             found = of_setting(kept, setting)
             text = replaced(text, setting, setting_table(found) if found else [UNMEASURED])
-    return replaced(text, "answer", answer(kept)) if "<!-- table:answer -->" in text else text
+    for name, make in {"answer": answer, "guards": guard_table}.items():
+        text = replaced(text, name, make(kept)) if f"<!-- table:{name} -->" in text else text
+    return text
 
 
 def run_missing(settings: Iterable[str], seeds: int, features: Path, out: Path, path: Path) -> None:
     """Measure what `path` lacks, seed by seed; one data set's rows are in memory at a time."""
     kept = load(path)
-    todo = [(s, n) for s in settings for n in range(seeds) if (s, n, "central") not in kept]
+    todo = {
+        (s, n): lacking
+        for s in settings
+        for n in range(1 if SETTINGS[s].values.get("partition") == "by-client" else seeds)
+        if (lacking := [head for head in SETTINGS[s].heads if (s, n, head) not in kept])
+    }
     for file in dict.fromkeys(SETTINGS[setting].file for setting, _ in todo):
         data = features.expanduser().absolute() / f"{file}.npz"
-        central = Central(Rows.read(data))
-        for setting, seed in todo:
+        fitted = (s for (setting, _, m), s in kept.items() if m == "central" and SETTINGS[setting].file == file)
+        central = Central(Rows.read(data), next(((s["penalty"], s["global"]) for s in fitted), None))
+        for (setting, seed), heads in todo.items():
             if SETTINGS[setting].file == file:
-                kept |= {(setting, seed, m): s for m, s in measure(setting, seed, central, data, out).items()}
+                found = measure(setting, seed, heads, central, data, out)
+                kept |= {(setting, seed, model): scores for model, scores in found.items()}
                 save(path, kept)
 
 
