@@ -105,8 +105,8 @@ def main(names: Sequence[str]) -> None:
         for method in names:
             with counted() as seen:
                 result = run(method=method, rounds=2, out=Path(folder) / method, model=mixed(method), **SETTINGS)
-            found = f"{method} = {{ costs = {costs(result, seen)},"
-            text = re.sub(rf"^{method} = \{{ (costs = \[.*?\],)?", found, text, flags=re.M)
+            found = f"{method} = {{ costs = {costs(result, seen)}, "
+            text = re.sub(rf"^{method} = \{{ (costs = \[.*?\], )?", found, text, flags=re.M)
     NOTES.write_text(text, encoding="utf-8")
 
 

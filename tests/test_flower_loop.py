@@ -300,20 +300,7 @@ def test_the_app_gives_its_whole_model_and_only_what_is_shared_travels(method: A
     assert result["bn.num_batches_tracked"] == 5, "counters are not averaged"
 
 
-ALIKE = {
-    "cfl",
-    "ditto",
-    "fedamp",
-    "fedavg",
-    "fedavgm",
-    "fedfomo",
-    "fedprox",
-    "feduv",
-    "ifca",
-    "local",
-    "moon",
-    "scaffold",
-}
+ALIKE = {name for name, method in registry.discover().items() if method.head == "none"}
 """Methods whose server treats all layers alike."""
 AVERAGED = {"fedper", "fedrep", "fedbabu", "lgfedavg", "fedclassavg", "fedrod"}
 """Methods whose server needs the names of the head's arrays, and no more."""
