@@ -15,7 +15,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -224,7 +224,7 @@ class Compared:
     alone : mean accuracy of training alone.   margin : smallest difference that matters, a share.
     methods : by id the difference over seeds.   harm : by id, and by `AGAIN`, clients that gain, score the same, lose.
     everywhere : by id, and by `local`, the mean of the all-class score where runs have it.
-    lacking : methods without all seeds.
+    lacking : methods with runs of some setting, but not of all seeds of this one.
     """
 
     alone: float
@@ -240,9 +240,10 @@ class Compared:
         return sorted(found, key=lambda m: -abs(self.methods[m].mean))
 
 
-def compared(runs: Iterable[Kept], block: str) -> Compared | None:
+def compared(runs: Collection[Kept], block: str) -> Compared | None:
     """Compare the methods of a block with training alone; None where that lacks seeds."""
-    by: dict[str, dict[int, Kept]] = {name: {} for name in method_names()}
+    measured = {"local", *(run.method for run in runs)}
+    by: dict[str, dict[int, Kept]] = {name: {} for name in method_names() if name in measured}
     for one in sorted((r for r in runs if r.block == block), key=lambda r: r.seed):
         by[one.method][one.seed] = one
     alone = by.pop("local")
@@ -351,6 +352,7 @@ def shortlist(runs: Sequence[Kept]) -> list[str]:
     if not known:
         return [UNMEASURED]
     sent = {r.method: r.bytes_up for r in runs if r.block == known[0][0].id}
+    measured = len(sent.keys() - {"local", AGAIN})
     shown = [m for m in registry.discover() if m != "local" and all(m in c.methods for _, c in known)]
     shown = [m for m in shown if not any(m in c.of("worse") for _, c in known)]
 
@@ -371,8 +373,8 @@ def shortlist(runs: Sequence[Kept]) -> list[str]:
         ))  # fmt: skip
     heads = "method|needs|reveals|up, kB:|better / equal / open:|lowest difference, points|highest difference, points"
     return [
-        f"{counted(len(shown), 'method')} of {len(registry.discover()) - 1} are worse than training alone in no "
-        "setting. They stand in the order of what they need, what they reveal, and what they send.",
+        f"{counted(len(shown), 'method')} of {measured} are worse than training alone in no setting. "
+        "They stand in the order of what they need, what they reveal, and what they send.",
         "", *markdown(heads, rows),
     ]  # fmt: skip
 
