@@ -18,6 +18,9 @@ variance below 0. With beta = 0, dampening 0 and eta = 1 it is FedAvg bit for bi
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import ClassVar
+
 import numpy as np
 from pydantic import Field, model_validator
 
@@ -50,39 +53,58 @@ class FedAvgMHParams(BaseHParams):
         return self
 
 
-class FedAvgM(Strategy):
-    """FedAvg's average, taken as a gradient for SGD with momentum on the server."""
+class ServerOptimizer(Strategy):
+    """FedAvg's average, taken as a gradient for an optimizer on the server (FedOpt: Reddi et al., ICLR 2021).
+
+    A subclass defines `step` and names its `moments`: entries of the state with one array for each trainable parameter.
+    """
+
+    moments: ClassVar[tuple[str, ...]]
 
     def init(self, context: ServerContext) -> ServerState:
-        """Return w^0 and v = 0 (no arrays yet: the first update creates them)."""
-        return {**super().init(context), "velocity": {}}
+        """Return w^0 and moments without arrays: the first update creates them."""
+        return {**super().init(context), **{m: {} for m in self.moments}}
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
-        """Take one step of momentum to the average of the replies; without replies nothing moves."""
+        """Take one step to the average of the replies; without replies nothing moves."""
         mean = reduced.arrays("model")
-        model: Arrays = {}
-        velocity: Arrays = {}
+        after = {**state, "model": {}, **{m: dict(state[m]) for m in self.moments}}
         for name, w in state["model"].items():
             if name.endswith(RUNNING_STATISTICS) or mean[name] is w:  # `is`: without replies the mean is w itself
-                model[name] = mean[name]
-            else:
-                model[name], velocity[name] = self.step(w, mean[name], state["velocity"].get(name))
-        return {**state, "model": model, "velocity": velocity or state["velocity"]}
+                after["model"][name] = mean[name]
+                continue
+            kept = {m: state[m][name] for m in self.moments if name in state[m]}
+            after["model"][name], kept = self.step(w, mean[name], kept)
+            for m, array in kept.items():
+                after[m][name] = np.asarray(array, dtype=w.dtype)
+        return after
 
-    def step(self, w: Array, mean: Array, v: Array | None) -> tuple[Array, Array]:
-        """Return the new w and v of one array.
+    @abstractmethod
+    def step(self, w: Array, mean: Array, kept: Arrays) -> tuple[Array, Arrays]:
+        """Return the new w and the new moments of one array.
 
         Parameters
         ----------
-        w, mean : float32 arrays of one shape, what was sent and the average of what came back.
-        v : velocity after the round before, None for 0.
+        w, mean : float32 arrays of one shape, the array of the payload and the average of the replies.
+        kept : its moments after the round before, by name; empty before its first step.
         """
+
+
+class FedAvgM(ServerOptimizer):
+    """SGD with momentum on the server."""
+
+    moments = ("velocity",)
+
+    def step(self, w: Array, mean: Array, kept: Arrays) -> tuple[Array, Arrays]:
+        """Return the new w and v of one array."""
         p = self.hparams
         gradient = w - mean
-        v_new = (1 - p.dampening) * gradient if v is None else p.momentum * v + (1 - p.dampening) * gradient
-        direction = gradient + p.momentum * v_new if p.nesterov else v_new
+        v = (1 - p.dampening) * gradient
+        if "velocity" in kept:
+            v = p.momentum * kept["velocity"] + v
+        direction = gradient + p.momentum * v if p.nesterov else v
         # w - eta * direction, as a distance from the average: with eta = 1 and beta = 0 it is the average bit for bit.
-        return mean + (gradient - p.server_lr * direction), np.asarray(v_new, dtype=w.dtype)
+        return mean + (gradient - p.server_lr * direction), {"velocity": v}
 
 
 METHOD = Method(
