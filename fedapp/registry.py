@@ -15,7 +15,7 @@ from fedapp.method import BaseHParams, Method
 from strategies.base import Strategy
 
 ORDER = [
-    "fedclassavg", "cwfedavg", "fedgh", "ccvr", "local", "fedavg", "fedprox", "fedavgm", "moon", "fedncm",
+    "fedclassavg", "cwfedavg", "fedgh", "ccvr", "local", "fedavg", "fedprox", "fedavgm", "fedyogi", "moon", "fedncm",
     "fed3r", "lda", "qda", "fedcof", "pccvr", "lgfedavg", "fedproto", "ktpfl", "fml", "fedkd", "fd", "fedamp",
     "fedfomo", "cfl", "ifca", "fednh", "feduv", "scaffold", "feddbe", "fedbabu", "fedetf", "fedtgp", "fedghg",
     "pfedfda", "fedper", "fedrep", "ditto", "fedrod", "fedpac",

@@ -67,6 +67,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "lgfedavg": {"average": "samples"},
     "fedprox": {"mu": 0.01},
     "fedavgm": {"momentum": 0.5, "server_lr": 1.0, "dampening": 0.0, "nesterov": False},
+    "fedyogi": {"server_lr": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 0.001},
     "moon": {"mu": 1.0, "tau": 0.5},
     "fedncm": {**SUMS, "metric": "cosine"},
     "fed3r": {**SUMS, "lam": 0.01, "relative": False, "normalise": False, "bias": True},
@@ -190,7 +191,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", registry.discover())
 def test_defaults(method: str) -> None:
-    assert registry.get(method).hparams().settled().model_dump() == DEFAULTS.get(method, {})
+    found = registry.get(method).hparams().settled().model_dump()
+    assert found == DEFAULTS.get(method, {}), f"state the defaults of {method} in DEFAULTS of this file"
 
 
 def test_the_table_of_the_authors_settings_has_every_method_and_its_defaults() -> None:
@@ -218,6 +220,7 @@ LIMITS: dict[str, str] = {
     "ccvr": CCVR_LIMITS,
     "fedprox": "mu >= 0",
     "fedavgm": "momentum >= 0, momentum < 1, server_lr > 0, dampening >= 0, dampening < 1",
+    "fedyogi": "server_lr > 0, beta1 >= 0, beta1 < 1, beta2 >= 0, beta2 < 1, tau > 0",
     "moon": "mu >= 0, tau > 0",
     "fedncm": "min_count >= 1",
     "fed3r": "min_count >= 1",
@@ -263,7 +266,7 @@ def test_limits(method: str) -> None:
         for kind, sign in SIGNS.items()
         if getattr(bound, kind, None) is not None
     ]
-    assert ", ".join(found) == LIMITS.get(method, "")
+    assert ", ".join(found) == LIMITS.get(method, ""), f"state the limits of {method} in LIMITS of this file"
 
 
 FREE = {"base", "base_args", "layers"}

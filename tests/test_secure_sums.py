@@ -33,8 +33,8 @@ from strategies.base import Strategy
 from tests.handmade import refusal
 
 SUMMED = {
-    "fedavg": "", "fedprox": "", "fedavgm": "", "moon": "", "ditto": "", "fedetf": "", "feduv": "", "fedrod": "",
-    "feddbe": "", "fedbabu": "weights=uniform", "fedper": "", "fedrep": "", "fedclassavg": "",
+    "fedavg": "", "fedprox": "", "fedavgm": "", "fedyogi": "", "moon": "", "ditto": "", "fedetf": "", "feduv": "",
+    "fedrod": "", "feddbe": "", "fedbabu": "weights=uniform", "fedper": "", "fedrep": "", "fedclassavg": "",
     "lgfedavg": "average=plain", "fml": "", "fednh": "", "fedproto": "down=all", "pfedfda": "",
 }  # fmt: skip
 """Methods whose rounds need only sums, with hyperparameters."""
