@@ -300,7 +300,21 @@ def test_the_app_gives_its_whole_model_and_only_what_is_shared_travels(method: A
     assert result["bn.num_batches_tracked"] == 5, "counters are not averaged"
 
 
-ALIKE = {name for name, method in registry.discover().items() if method.head == "none"}
+ALIKE = {
+    "cfl",
+    "ditto",
+    "fedamp",
+    "fedavg",
+    "fedavgm",
+    "fedyogi",
+    "fedfomo",
+    "fedprox",
+    "feduv",
+    "ifca",
+    "local",
+    "moon",
+    "scaffold",
+}
 """Methods whose server treats all layers alike."""
 AVERAGED = {"fedper", "fedrep", "fedbabu", "lgfedavg", "fedclassavg", "fedrod"}
 """Methods whose server needs the names of the head's arrays, and no more."""
