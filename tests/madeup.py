@@ -1,6 +1,6 @@
 """Comparisons that no model was trained for: run directories with plausible or with given scores, written in seconds.
 
-`python -m tests.madeup DIR` makes 38 methods, 5 seeds and 100 clients.
+`python -m tests.madeup DIR` makes all methods, 5 seeds and 100 clients.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def test_marks_have_texts_and_links_lead_there_and_back(ten: Path, single: Path,
 
 @pytest.mark.slow
 def test_a_large_comparison_has_a_page_of_3_megabytes(tmp_path: Path) -> None:
-    """38 methods, 5 seeds, 100 clients."""
+    """All methods, 5 seeds, 100 clients."""
     out = madeup.comparison(tmp_path / "large", list(registry.discover()), seeds=5, clients=100, rounds=20)
     assert report.write(out).stat().st_size < 3e6
 

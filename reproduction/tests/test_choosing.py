@@ -147,6 +147,7 @@ def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.Mon
         with_rows(block, method, seed, 0.5 + 0.01 * seed + shift, 0.7 if method == "fedavg" else 0.4)
         for block in blocks for method, shift in shifts.items() for seed in range(3)
     ]  # fmt: skip
+    runs.append(with_rows(blocks[0], "fedper", 0, 0.5, 0.4))  # one seed of three
     text = "\n".join(choosing.answer(runs))
     assert "6 comparisons: 2 better, 2 worse, 2 equal within the margin, 0 open." in text
     digits = choosing.compared(runs, "digits")
