@@ -28,8 +28,6 @@ the values are NaN until `receive` has replaced them. An evaluation scores the s
 | `feature_batches(exchange)`       | where statistics of features are made    | the representations             |
 
 Only the arrays that the method declares as `shared` (or `up`) and `extra_up` leave the client.
-
-The file is long because the whole contract of a client stands in it, in the order of the table.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -46,12 +43,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from clients._checks import check_private, check_training, facts_of_the_body
 from clients._flower import PositionalClient
-from fedapp import process, sampling
+from clients._initial import all_names, initial_model, names_of, skeleton
+from fedapp import sampling
 from fedapp.core import names
-from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
-from fedapp.learning import dp_sgd
 from fedapp.learning.dp_sgd import NoisySteps
 from fedapp.learning.evaluation import BATCH, Scores, batched, confusion, evaluate, measured
 from fedapp.learning.releases import Releaser
@@ -63,16 +60,14 @@ from fedapp.learning.training import (
     TrainReport,
     batch_slices,
     class_weights,
-    needs_two,
     rate_in,
-    step_rates,
     taking_representations,
     train,
     trained_alone,
 )
-from fedapp.method import Arrays, BaseHParams, Method, Payload, Scalar
-from fedapp.models import build_model, is_own, selection, weights
-from fedapp.models.copies import copied, redrawn
+from fedapp.method import Arrays, Method, Payload, Scalar
+from fedapp.models import build_model, selection
+from fedapp.models.copies import copied, drop_statistics
 from fedapp.settings import TrainingSettings
 from fedapp.settings.evaluation import CONFUSION
 
@@ -132,7 +127,7 @@ class FedClient(PositionalClient):
         self.newcomer = False  # whether `meet` scores it
         self.newcomer_epochs: int | None = None  # of local training, which `meet` gives
         self.stored: Stored | None = None  # the state that `restore` has read, with `self.own`
-        self._starts_from_state = True
+        self.starts_from_state = True
         self._unread: Collection[str] = ()  # names in the stored state that a round does not read
         self.releaser: Releaser | None = None  # with `dp`: the only way in which numbers leave
         self.scoring = False  # whether an exchange is for scores alone: nothing of it is stored or sent
@@ -158,23 +153,6 @@ class FedClient(PositionalClient):
         kinds = cls.__mro__[: cls.__mro__.index(FedClient)]
         own = {n for kind in kinds for n, value in vars(kind).items() if not n.startswith("_") or callable(value)}
         return own <= {"build_model"}
-
-    @classmethod
-    def initial_arrays(cls, spec: ModelSpec, method: Method, hparams: Any, buffers: str) -> Arrays:
-        """Return the shared arrays of a new model, which the server starts from.
-
-        Raises
-        ------
-        BadRequest : one of them is not finite, so that no reply with it would count.
-        """
-        model = cls.build_model(spec, hparams)
-        arrays = selection.extract(model, cls.names_of(model, method, hparams, buffers))
-        if odd := next((n for n, a in arrays.items() if not np.isfinite(a).all()), None):
-            raise BadRequest(
-                f"'{odd}' of the model '{spec.name}' has numbers that are not finite, and {method.id} sends it: change "
-                "its initial values, or register a constant buffer with persistent=False, which is not sent"
-            )
-        return arrays
 
     @classmethod
     def configure_model(cls, model: SplitModel, scalars: Mapping[str, Scalar]) -> None:
@@ -234,56 +212,12 @@ class FedClient(PositionalClient):
     def planned(self) -> Sequence[Phase]:
         """Return the phases of a round as they are before anything has been received, each with a model."""
         client = copy.copy(self)
-        client.model = _skeleton(type(self), self.task.spec(0), self.hparams)
+        client.model = skeleton(type(self), self.task.spec(0), self.hparams)
         return [replace(p, model=client.model if p.model is None else p.model) for p in client.phases()]
 
     def epochs(self) -> int:
         """Return the passes over the training split in a round, of all phases."""
         return sum(phase.spec.local_epochs for phase in self.planned() if phase.rows is None)
-
-    def check_training(self) -> None:
-        """Refuse settings that do not fit this client's data; called before anything is trained.
-
-        Raises
-        ------
-        BadRequest : says what to change, such as batches of one image for a model whose BatchNorm needs two.
-        """
-        _ = self.class_weights
-        held_out = 0 if self.task.x_validation is None else len(self.task.x_validation)
-        few = (
-            "leave out validation, or give it more images (in a simulation: a larger min-samples)"
-            if held_out
-            else ("give it more (in a simulation: min-samples = 2 or more)")
-        )
-        for phase in self.planned():
-            spec, rate, rows = phase.spec, phase.rate or self.rate, self.task.num_samples
-            if phase.rows is not None:
-                rows = len(phase.rows[1])
-            if spec.batch_size == self.training.batch_size == 1:
-                self._refuse_single(phase, "batch-size is 1", "give batch-size = 2 or more")
-            elif phase.rows is not None and 1 in (rows, spec.batch_size):
-                self._refuse_single(phase, f"a batch of the {phase.draws} images holds one image", "give more")
-            elif rows == 1:
-                since = f", since validation holds out {held_out}" if held_out else ""
-                self._refuse_single(phase, f"it has one image to train on{since}", few)
-            step_rates(spec, rate, spec.local_epochs * len(batch_slices(rows, spec.batch_size)))
-
-    def _refuse_single(self, phase: Phase, what: str, remedy: str) -> None:
-        """Raise `BadRequest` if a model of a phase needs two images in a batch; `what` says why there is only one."""
-        for model in models_of(phase):
-            if needs_two(model, self.task.inputs):
-                raise BadRequest(
-                    f"{what}, and BatchNorm in '{model.name}' needs two images in a batch: "
-                    f"{remedy}, or choose a model without BatchNorm"
-                )
-
-    def require_body(self) -> None:
-        """Raise `BadRequest` if nothing of the body is trained; for methods that train it in a phase of its own."""
-        if not any(p.requires_grad for p in self.model.features.parameters()):
-            raise BadRequest(
-                f"{self.method.id} trains the body by itself, and here no body is trained: take another model than "
-                "identity, or freeze fewer layers, or choose a method that trains the head too, such as fedavg"
-            )
 
     def common_facts(self) -> dict[str, Scalar]:
         """Return facts that must be equal at all clients, such as a checksum of public images."""
@@ -383,27 +317,9 @@ class FedClient(PositionalClient):
         count = len(batch_slices(rows, spec.batch_size))
         if self.releaser is None or not self.releaser.privacy.sgd or not count or spec.local_epochs < 1:
             return None
-        self.check_private()
+        check_private(self)
         numbers = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         return self.releaser.training(count, spec.local_epochs, numbers, booked=not self.scoring)
-
-    def check_private(self) -> None:
-        """Refuse what DP-SGD does not cover, before any image is used.
-
-        Raises
-        ------
-        BadRequest : a model or a setting with which one image changes more than its own gradient.
-        RuntimeError : the method has a loss of its own.
-        """
-        if self.adds_to_loss():
-            raise RuntimeError(f"{self.method.id} has a loss of its own, for which DP-SGD is not described")
-        if self.task.train.augment == "strong" and self.task.inputs.kind == "table":
-            raise BadRequest(
-                "dp = 'sgd': augment = 'strong' takes values of a row from other rows, so that no clipping bounds what "
-                "one of them changes: take augment = 'weak' or 'none'"
-            )
-        for model in itertools.chain.from_iterable(map(models_of, self.planned())):
-            dp_sgd.check(model, model.name, self.task.inputs.shape)
 
     def tuning(self) -> Sequence[Phase]:
         """Return the parts of the fine-tuning of what was received, before the score `tuned` after the last round.
@@ -515,17 +431,10 @@ class FedClient(PositionalClient):
 
     def _learn(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Run the local training of a round; return the reply's further arrays and numbers."""
-        self.drop_statistics(self.model)
+        drop_statistics(self.model, self.task.buffers)
         self.before_training(payload)
         self.report = self.run_phases()
         return self.after_training(payload)
-
-    def drop_statistics(self, model: nn.Module) -> None:
-        """Reset the running statistics of BatchNorm before a training with `buffers=drop`."""
-        if self.task.buffers == "drop":
-            for module in model.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.reset_running_stats()
 
     def meet(self, payload: Payload, server_round: int, protocol: str, epochs: int) -> dict[str, Any]:
         """Score this client as one that the server has never heard of; nothing is stored or sent.
@@ -630,12 +539,12 @@ class FedClient(PositionalClient):
 
     def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
         """Build the model as this client left it before `server_round`; a new client gets its seeded initial model."""
-        skeleton = _skeleton(type(self), self.task.spec(0), self.hparams)
+        made = skeleton(type(self), self.task.spec(0), self.hparams)
         covered = self._covered(payload)
-        self._starts_from_state = always or self.needs_state or not covered
+        self.starts_from_state = always or self.needs_state or not covered
         self._unread = () if always else self._replaced(payload)
         self.reference = payload.all()
-        if self.store is not None and self._starts_from_state:
+        if self.store is not None and self.starts_from_state:
             self.stored = self.store.load(server_round, without=self._unread)
         elif self.store is not None:
             # The server sends the whole model, so only the private arrays are read from the stored state.
@@ -643,9 +552,9 @@ class FedClient(PositionalClient):
         if self.stored is not None:
             self.own = names.under("own/", self.stored.arrays)
         begins = self._loaded is None and not covered
-        blank = () if self._looks() and self._starts_from_state else payload.all().keys()
-        self.model = self.initial_model() if begins else copied(skeleton, blank)
-        if self._looks() and not self._starts_from_state:
+        blank = () if self._looks() and self.starts_from_state else payload.all().keys()
+        self.model = initial_model(self) if begins else copied(made, blank)
+        if self._looks() and not self.starts_from_state:
             # Without NaN the method would find an untrained model there, the same at all clients.
             state = self.model.state_dict()
             for name in payload.all().keys() & state.keys():
@@ -658,11 +567,11 @@ class FedClient(PositionalClient):
     @property
     def _loaded(self) -> Stored | None:
         """The stored state that the model starts from, or None."""
-        return self.stored if self._starts_from_state else None
+        return self.stored if self.starts_from_state else None
 
     def _replaced(self, payload: Payload) -> set[str]:
         """Return the names, in a stored state, of what `receive` replaces before a method can have looked at it."""
-        if self.needs_state or (self._looks() and self._starts_from_state):
+        if self.needs_state or (self._looks() and self.starts_from_state):
             return set()
         return {f"model/{name}" for name in payload.all()}
 
@@ -670,38 +579,9 @@ class FedClient(PositionalClient):
         """Whether the method may look at the model before it has what the server sent."""
         return type(self).receive is not FedClient.receive
 
-    def initial_model(self) -> SplitModel:
-        """Return this client's own initial model; only the arrays that the server does not send are used."""
-        seed, spec = sampling.derived_seed(self.task.seed, "model", self.task.client), self.task.spec(0)
-        # To find that out takes longer than one model, and the process of a real node makes no other.
-        seeded = "" if process.real_node() else _seeded(type(self), spec, self.hparams)
-        skeleton = _skeleton(type(self), spec, self.hparams)
-        if seeded == "common":
-            return copied(skeleton).to(self.device)
-        if seeded == "own":
-            return redrawn(skeleton, seed).to(self.device)
-        return self.build_model(replace(spec, seed=seed), self.hparams).to(self.device)
-
-    def state_facts(self) -> dict[str, Scalar]:
-        """Return what the server must know of the state that a round has stored, to recognise it in the next one.
-
-        Returns
-        -------
-        `state` : its digest.   `state-from` : digest of the last state that the server knew of, from which it was made.
-        `state-binds` : whether the next training starts from it.   `state-lost` : why it was not read.
-        """
-        if self.store is None:
-            return {}
-        facts: dict[str, Scalar] = {
-            "state": self.store.written,
-            "state-from": "" if self.store.lost else self.store.expected.digest,
-            "state-binds": self._starts_from_state or bool(self.own),
-        }
-        return facts | ({"state-lost": self.store.lost} if self.store.lost else {})
-
     def _covered(self, payload: Payload) -> bool:
         """Return whether the payload holds every parameter and floating-point buffer of the model."""
-        return _names(type(self), self.task.spec(0), self.hparams) <= payload.all().keys()
+        return all_names(type(self), self.task.spec(0), self.hparams) <= payload.all().keys()
 
     def state(self) -> Arrays:
         """Return everything that is stored after the round."""
@@ -710,26 +590,20 @@ class FedClient(PositionalClient):
 
     def down_names(self) -> list[str]:
         """Return the names of the model arrays that the server sends, in state-dict order."""
-        return self.names_of(self._model_or_skeleton(), self.method, self.hparams, self.task.buffers)
+        return names_of(self._model_or_skeleton(), self.method, self.hparams, self.task.buffers)
 
     def up_names(self) -> list[str]:
         """Return the names of the model arrays in this client's replies, in state-dict order."""
         prefixes = self.method.up_prefixes(self.hparams)
         return selection.shared_names(self._model_or_skeleton(), prefixes, self.task.buffers) if prefixes else []
 
-    @staticmethod
-    def names_of(model: nn.Module, method: Method, hparams: BaseHParams, buffers: str) -> list[str]:
-        """Return the names of the shared arrays of a model under a method."""
-        prefixes = method.shared_prefixes(hparams)
-        return selection.shared_names(model, prefixes, buffers) if prefixes else []
-
     def _model_or_skeleton(self) -> nn.Module:
-        return self.model if hasattr(self, "model") else _skeleton(type(self), self.task.spec(0), self.hparams)
+        return self.model if hasattr(self, "model") else skeleton(type(self), self.task.spec(0), self.hparams)
 
     def register(self) -> tuple[dict[str, Any], dict[str, Scalar]]:
         """Return what this client states about itself: sample count, model and shared shapes, never class counts."""
-        self.check_training()
-        model = _skeleton(type(self), self.task.spec(0), self.hparams)
+        check_training(self)
+        model = skeleton(type(self), self.task.spec(0), self.hparams)
         state = model.state_dict()
         shapes = {n: list(state[n].shape) for n in [*self.down_names(), *self.up_names()]}
         info: dict[str, Scalar] = {
@@ -739,58 +613,9 @@ class FedClient(PositionalClient):
             "shape": json.dumps(self.task.inputs.shape),
             "width": model.width,
             "shapes": json.dumps(shapes),
-            "common": json.dumps({**self.common_facts(), **self._body()}),
+            "common": json.dumps({**self.common_facts(), **facts_of_the_body(self)}),
         }
         largest = self.largest_feature() if self.task.privacy is None else None
         if largest is not None:
             info["largest-feature"] = largest
         return {"num-examples": self.task.num_samples, "test-examples": len(self.task.y_test)}, info
-
-    def _body(self) -> dict[str, Scalar]:
-        """Return checksums of what is not sent and is the same everywhere: frozen layers, a body of given features."""
-        stored = self.task.settings.weights
-        found: dict[str, Scalar] = {"weights": weights.checksum(stored)} if stored and self.task.settings.freeze else {}
-        return found | ({"body": self.task.inputs.body} if self.task.inputs.body else {})
-
-
-@functools.lru_cache(maxsize=16)
-def _skeleton(client: type[FedClient], spec: ModelSpec, hparams: Any) -> SplitModel:
-    """Build a model once per process; clients work on copies, so nothing is carried over from one to the next."""
-    return client.build_model(spec, hparams)
-
-
-@functools.lru_cache(maxsize=16)
-def _seeded(client: type[FedClient], spec: ModelSpec, hparams: Any) -> str:
-    """Return how the values of an initial model follow from the client's seed, tried with two seeds.
-
-    Returns
-    -------
-    `own` : new random values make another client's initial model of a skeleton.   `common` : they are those of the
-    skeleton, whatever the seed is.   Empty : in another way. A user's own function may do anything with its random
-    numbers, so its models are always made by it.
-    """
-    if is_own(spec.name):
-        return ""
-    skeleton = _skeleton(client, spec, hparams)
-    pairs = [(client.build_model(replace(spec, seed=k), hparams), redrawn(skeleton, k)) for k in (1, 2)]
-    if all(_same(made, drawn) for made, drawn in pairs):
-        return "own"
-    return "common" if all(_same(made, skeleton) for made, _ in pairs) else ""
-
-
-def models_of(phase: Phase) -> list[SplitModel]:
-    """Return the models that a phase of `planned` trains."""
-    several = isinstance(phase.model, nn.ModuleList)
-    models: Any = phase.model if several else [phase.model]
-    return list(models)
-
-
-def _same(a: nn.Module, b: nn.Module) -> bool:
-    values = (x.state_dict().values() for x in (a, b))
-    return all(torch.equal(u, v) and u.stride() == v.stride() for u, v in zip(*values, strict=True))
-
-
-@functools.lru_cache(maxsize=16)
-def _names(client: type[FedClient], spec: ModelSpec, hparams: Any) -> frozenset[str]:
-    """Return the names of all that a model's state consists of and that may be sent."""
-    return frozenset(selection.shared_names(_skeleton(client, spec, hparams), ("",)))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from clients._initial import initial_model
 from clients.fedper import PrivateClient, PrivateHParams
 from fedapp.core import names
 from fedapp.core.contrastive import squared_distance
@@ -28,7 +29,7 @@ from fedapp.lazy import Tensor
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import Arrays, Payload
 from fedapp.models import selection
-from fedapp.models.copies import copied
+from fedapp.models.copies import copied, drop_statistics
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
@@ -59,14 +60,14 @@ class DittoClient(PrivateClient):
 
     def receive(self, payload: Payload) -> None:
         """Load w^t into a second model, and keep v_k; a new client's v_k is its initial model, not w^t."""
-        self.personal = self.initial_model() if self._loaded is None else self.model
+        self.personal = initial_model(self) if self._loaded is None else self.model
         self.model = copied(self.personal)
         selection.merge(self.model, names.under(BUFFERS, self.own))
         super().receive(payload)
 
     def before_training(self, payload: Payload) -> None:
         """Keep w^t, which the training of w_k changes in place."""
-        self.drop_statistics(self.personal)
+        drop_statistics(self.personal, self.task.buffers)
         self.received = self.snapshot()
 
     def phases(self) -> Sequence[Phase]:

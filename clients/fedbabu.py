@@ -20,6 +20,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from clients._checks import require_body
 from clients.base import FedClient
 from fedapp.learning.training import Phase
 from fedapp.method import ALL, HEAD, BaseHParams
@@ -48,7 +49,7 @@ class FedBABUClient(FedClient):
 
     def phases(self) -> Sequence[Phase]:
         """Train the body; `freeze` must leave at least one of its layers to train."""
-        self.require_body()
+        require_body(self)
         return [Phase(self.step_loss, self.training, BODY)]
 
     def tuning(self) -> Sequence[Phase]:

@@ -15,6 +15,7 @@ from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
+from clients._checks import check_private
 from clients.base import FedClient
 from fedapp import config as configuration
 from fedapp import plugins, process, sampling
@@ -246,7 +247,7 @@ class Handlers:
         if stated is not None and stated.unit == "client":
             dp_rules.check_names(client.up_names())
         if stated is not None and stated.sgd:
-            client.check_private()
+            check_private(client)
             if not len(client.task.y_train):
                 raise BadRequest("dp = 'sgd': there is no training image: leave this client out, or raise min-samples")
         numbers, facts = client.register()
@@ -259,7 +260,7 @@ class Handlers:
         client = self.client
         arrays, _, numbers = client.train_round(payload, request.round, balanced=request.balanced)
         # A digest of what was trained on the data without noise says more of them than noised numbers may.
-        facts = client.state_facts() if client.releaser is None else {}
+        facts = state_facts(client) if client.releaser is None else {}
         if client.store is not None and client.store.ignored:
             print(f"fedapp: nothing of a damaged file is needed here: {plain(client.store.ignored)}", flush=True)
         _remember(self.context, client, request.round)
@@ -315,6 +316,24 @@ def _tuned(client: FedClient, protocol: str, balanced: bool) -> dict[str, Any]:
         if process.real_node():
             print(f"fedapp: there is no score after fine-tuning: {plain(e)}", flush=True)
         return {}
+
+
+def state_facts(client: FedClient) -> dict[str, Scalar]:
+    """Return what the server must know of the state that a round has stored, to recognise it in the next one.
+
+    Returns
+    -------
+    `state` : its digest.   `state-from` : digest of the last state that the server knew of, from which it was made.
+    `state-binds` : whether the next training starts from it.   `state-lost` : why it was not read.
+    """
+    if client.store is None:
+        return {}
+    facts: dict[str, Scalar] = {
+        "state": client.store.written,
+        "state-from": "" if client.store.lost else client.store.expected.digest,
+        "state-binds": client.starts_from_state or bool(client.own),
+    }
+    return facts | ({"state-lost": client.store.lost} if client.store.lost else {})
 
 
 def _remember(context: Context, client: FedClient, server_round: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from clients import base
+from clients import _initial
 from clients.base import FedClient
 from clients.feddbe import FedDBEClient, FedDBEHParams
 from clients.fedrod import FedRoDClient, FedRoDHParams
@@ -186,7 +186,7 @@ def test_what_is_tied_stays_tied_and_what_copies_itself_does() -> None:
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_new_values_are_those_of_a_model_that_is_built_or_it_is_built(name: str) -> None:
     state = torch.get_rng_state()
-    trusted = base._seeded(FedClient, spec(name), BaseHParams()) == "own"
+    trusted = _initial._seeded(FedClient, spec(name), BaseHParams()) == "own"
     new = redrawn(built(name, 9), 3)
     assert torch.equal(torch.get_rng_state(), state)
     same = [torch.equal(a, b) for a, b in zip(tensors(new), tensors(built(name, 3)), strict=True)]
@@ -202,7 +202,7 @@ def test_a_method_with_a_model_of_its_own_has_the_same_start(client: type[FedCli
 
     new = redrawn(made(0), 4)
     same = all(torch.equal(a, b) for a, b in zip(tensors(new), tensors(made(4)), strict=True))
-    assert (base._seeded(client, spec("digits-a"), hparams) == "own") == same
+    assert (_initial._seeded(client, spec("digits-a"), hparams) == "own") == same
 
 
 def test_models_that_start_from_special_values_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +213,6 @@ def test_models_that_start_from_special_values_are_built(monkeypatch: pytest.Mon
         return model
 
     client = type("Special", (FedClient,), {"build_model": staticmethod(special)})
-    assert not base._seeded(client, spec("digits-a"), BaseHParams())
+    assert not _initial._seeded(client, spec("digits-a"), BaseHParams())
     other = dataclasses.replace(spec("digits-a"), name="package.module:function")
-    assert not base._seeded(FedClient, other, BaseHParams()), "a user's own function"
+    assert not _initial._seeded(FedClient, other, BaseHParams()), "a user's own function"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fedapp
+from clients._initial import initial_arrays
 from clients.base import FedClient
 from fedapp import registry
 from fedapp.data.transforms import InputSpec
@@ -251,7 +252,7 @@ def test_private_arrays_survive_where_the_server_sends_the_whole_model(tmp_path:
             self.own["rounds"] = np.array([seen[-1] + 1])
 
     task = digit_tasks(1)[0]
-    whole = FEDAVG.client.initial_arrays(task.spec(0), FEDAVG, BaseHParams(), "global")
+    whole = initial_arrays(FEDAVG.client, task.spec(0), FEDAVG, BaseHParams(), "global")
     for server_round in (1, 2, 3):
         client = Counting(task, FEDAVG, BaseHParams(), ClientStore(tmp_path, "fedavg", "abc"))
         client.train_round(Payload(arrays=whole), server_round)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from clients._checks import check_training
 from clients.base import FedClient
 from clients.fedbabu import FedBABUClient, FedBABUHParams
 from fedapp import load
@@ -188,9 +189,9 @@ def test_a_fine_tuning_that_diverges_costs_its_own_score_alone(
 def test_a_body_that_is_frozen_as_a_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FedBABUClient.build_model(TASK.spec(0), FedBABUHParams())
     model.features.requires_grad_(False)
-    monkeypatch.setattr("clients.base._skeleton", lambda *_: model)
+    monkeypatch.setattr("clients.base.skeleton", lambda *_: model)
     with pytest.raises(BadRequest, match="freeze fewer layers"):
-        client().check_training()
+        check_training(client())
 
 
 @pytest.mark.usefixtures("no_figures")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from clients._initial import initial_arrays
 from clients.base import FedClient
 from fedapp import config as configuration
 from fedapp.config import RunConfig
@@ -89,7 +90,7 @@ def what_leaves(config: RunConfig) -> list[str]:
         spec = ModelSpec(name, data.dataset.num_classes, shape, 0, config.model, config.privacy.unit_features)
         model = client.build_model(spec, hparams)
         state = model.state_dict()
-        down = list(client.initial_arrays(spec, method, hparams, config.training.buffers))
+        down = list(initial_arrays(client, spec, method, hparams, config.training.buffers))
         up = selection.shared_names(model, method.up_prefixes(hparams), config.training.buffers)
         ways = {"each way": up} if up == down else {"down": down, "up": up}
         for way, names in ways.items():

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from clients._initial import initial_arrays
 from fedapp import sampling
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Array, Arrays, ClientInfo, Method, Scalar, ServerContext
@@ -33,7 +34,7 @@ def server_context(
 
     def initial_from(k: int) -> Arrays:
         drawn = dataclasses.replace(spec, seed=sampling.server_model_seed(seed, k))
-        arrays: Arrays = method.client.initial_arrays(drawn, method, hparams, buffers)
+        arrays: Arrays = initial_arrays(method.client, drawn, method, hparams, buffers)
         return arrays
 
     return ServerContext(

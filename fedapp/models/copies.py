@@ -76,3 +76,11 @@ def redrawn(model: SplitModel, seed: int) -> SplitModel:
             if callable(draw):
                 draw()
     return model
+
+
+def drop_statistics(model: nn.Module, buffers: str) -> None:
+    """Reset the running statistics of BatchNorm before a training with `buffers` = `drop`."""
+    if buffers == "drop":
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.reset_running_stats()

@@ -292,9 +292,8 @@ class Cohort(ABC):
             arrivals = itertools.count()
             for batch, answer in self._answers(kind, batches, message, limit, at_once, most):
                 several = {} if len(batch) == 1 or answer.has_error() else parts(answer.content)
-                for client in batch:
-                    part = several.get(client, answer)
-                    yield client, self._checked(part, contracts[client], exchange, check, next(arrivals))
+                for c in batch:
+                    yield c, self._checked(several.get(c, answer), contracts[c], exchange, check, next(arrivals))
 
         def unanswered(client: int) -> None:
             waited = time.perf_counter() - started

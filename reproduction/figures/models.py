@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clients import _initial
 from fedapp import sampling
 from fedapp.data import partitions
 from fedapp.data.transforms import InputSpec
@@ -117,7 +118,7 @@ def initial_arrays(run: RunResult) -> Arrays:
     seed = sampling.server_model_seed(run.seed)
     name, unit = config.model.names[0], config.privacy.unit_features
     spec = ModelSpec(name, data.dataset.num_classes, data.inputs.shape, seed, config.model, unit)
-    arrays: Arrays = method.client.initial_arrays(spec, method, hparams, config.training.buffers)
+    arrays: Arrays = _initial.initial_arrays(method.client, spec, method, hparams, config.training.buffers)
     return arrays
 
 

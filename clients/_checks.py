@@ -1,0 +1,97 @@
+"""Checks of a client before anything is trained, and what is the same at all clients without being sent."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from fedapp.errors import BadRequest
+from fedapp.lazy import nn
+from fedapp.learning import dp_sgd
+from fedapp.learning.training import Phase, batch_slices, needs_two, step_rates
+from fedapp.method import Scalar
+from fedapp.models import weights
+
+if TYPE_CHECKING:
+    from clients.base import FedClient
+    from fedapp.models import SplitModel
+
+
+def check_training(client: FedClient) -> None:
+    """Refuse settings that do not fit this client's data; called before anything is trained.
+
+    Raises
+    ------
+    BadRequest : says what to change, such as batches of one image for a model whose BatchNorm needs two.
+    """
+    _ = client.class_weights
+    held_out = 0 if client.task.x_validation is None else len(client.task.x_validation)
+    few = (
+        "leave out validation, or give it more images (in a simulation: a larger min-samples)"
+        if held_out
+        else ("give it more (in a simulation: min-samples = 2 or more)")
+    )
+    for phase in client.planned():
+        spec, rate, rows = phase.spec, phase.rate or client.rate, client.task.num_samples
+        if phase.rows is not None:
+            rows = len(phase.rows[1])
+        if spec.batch_size == client.training.batch_size == 1:
+            _refuse_single(client, phase, "batch-size is 1", "give batch-size = 2 or more")
+        elif phase.rows is not None and 1 in (rows, spec.batch_size):
+            _refuse_single(client, phase, f"a batch of the {phase.draws} images holds one image", "give more")
+        elif rows == 1:
+            since = f", since validation holds out {held_out}" if held_out else ""
+            _refuse_single(client, phase, f"it has one image to train on{since}", few)
+        step_rates(spec, rate, spec.local_epochs * len(batch_slices(rows, spec.batch_size)))
+
+
+def _refuse_single(client: FedClient, phase: Phase, what: str, remedy: str) -> None:
+    """Raise `BadRequest` if a model of a phase needs two images in a batch; `what` says why there is only one."""
+    for model in models_of(phase):
+        if needs_two(model, client.task.inputs):
+            raise BadRequest(
+                f"{what}, and BatchNorm in '{model.name}' needs two images in a batch: "
+                f"{remedy}, or choose a model without BatchNorm"
+            )
+
+
+def require_body(client: FedClient) -> None:
+    """Raise `BadRequest` if nothing of the body is trained; for methods that train it in a phase of its own."""
+    if not any(p.requires_grad for p in client.model.features.parameters()):
+        raise BadRequest(
+            f"{client.method.id} trains the body by itself, and here no body is trained: take another model than "
+            "identity, or freeze fewer layers, or choose a method that trains the head too, such as fedavg"
+        )
+
+
+def check_private(client: FedClient) -> None:
+    """Refuse what DP-SGD does not cover, before any image is used.
+
+    Raises
+    ------
+    BadRequest : a model or a setting with which one image changes more than its own gradient.
+    RuntimeError : the method has a loss of its own.
+    """
+    if client.adds_to_loss():
+        raise RuntimeError(f"{client.method.id} has a loss of its own, for which DP-SGD is not described")
+    if client.task.train.augment == "strong" and client.task.inputs.kind == "table":
+        raise BadRequest(
+            "dp = 'sgd': augment = 'strong' takes values of a row from other rows, so that no clipping bounds what "
+            "one of them changes: take augment = 'weak' or 'none'"
+        )
+    for model in itertools.chain.from_iterable(map(models_of, client.planned())):
+        dp_sgd.check(model, model.name, client.task.inputs.shape)
+
+
+def models_of(phase: Phase) -> list[SplitModel]:
+    """Return the models that a phase of `planned` trains."""
+    several = isinstance(phase.model, nn.ModuleList)
+    models: Any = phase.model if several else [phase.model]
+    return list(models)
+
+
+def facts_of_the_body(client: FedClient) -> dict[str, Scalar]:
+    """Return checksums of what is not sent and is the same everywhere: frozen layers, a body of given features."""
+    stored = client.task.settings.weights
+    found: dict[str, Scalar] = {"weights": weights.checksum(stored)} if stored and client.task.settings.freeze else {}
+    return found | ({"body": client.task.inputs.body} if client.task.inputs.body else {})
