@@ -883,7 +883,7 @@ def test_the_roster_decides_who_is_who() -> None:
         (3, 501, 1, "501 training rows, and the roster allows 500"),
         (3, 500, 501, "501 test rows, and the roster allows 500"),
     ):
-        with pytest.raises(roster.NotAdmitted, match=says):
+        with pytest.raises(BadRequest, match=says):
             roster.check(entry, client, examples, tests)
 
 

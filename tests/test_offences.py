@@ -19,6 +19,7 @@ from fedapp import server_app
 from fedapp.config import from_flat
 from fedapp.engines.local import run as resume
 from fedapp.errors import BadRequest
+from fedapp.federation import participants
 from fedapp.federation.hook import Hooks, Setup
 from fedapp.federation.hooks import soundness
 from fedapp.federation.hooks.rollback import Rollback
@@ -140,6 +141,23 @@ def test_values_out_of_range_block_the_third_time(tmp_path: Path) -> None:
     assert asked(run.out) == [(1, 1), (2, 1), (3, 1)] and run.summary["blocked"] == [1]
     row = pd.read_csv(run.out / "blocked.csv").iloc[0]
     assert row["round"] == 3 and row["reason"].startswith("values out of range too often: 'head.")
+
+
+def test_bad_values_count_once_where_clients_are_evaluated_in_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups after that of the liar do not know what it was sent."""
+    monkeypatch.setattr(participants, "MOST_EVALUATED", 2)
+
+    def impossible_share(kind: str, reply: Message) -> Message:
+        if kind == "evaluate":
+            reply.content["metrics"]["received-balanced"] = 2.0
+        return reply
+
+    run = federate(tmp_path / "run", [1], impossible_share, 6, rounds=3, evaluate_every=1, **FEW)
+    rows = pd.read_csv(run.out / "dropped.csv")
+    assert list(zip(rows["round"], rows["stage"], strict=True)) == [(1, "evaluate"), (2, "evaluate"), (3, "evaluate")]
+    assert run.summary["ok"] and "blocked" not in run.summary
 
 
 @pytest.mark.parametrize("few", [2, 3])

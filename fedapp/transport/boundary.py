@@ -129,11 +129,11 @@ class Good:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a reply does not count, and its grade; of a registration that `FAILED`, also `who` says so."""
+    """Why a reply does not count, and its grade; of a registration that `FAILED`, also its client, -1 = unknown."""
 
     reason: str
     offence: str = IMPOSSIBLE
-    who: str = ""
+    client: int = -1
 
 
 def read(message: Message | Part, contract: Contract) -> Good | Refused:
@@ -201,8 +201,7 @@ def _read_registration(message: Message) -> Registration | Refused:
     metrics: dict[str, Any] = dict(content.metric_records.get(METRICS, {}))
     if "error" in info:
         client = info.get("client", -1)
-        named = f"client {client}" if type(client) is int and client >= 0 else "a client"
-        return Refused(str(info["error"]), FAILED, named)
+        return Refused(str(info["error"]), FAILED, client if type(client) is int and client >= 0 else -1)
     if problem := _records_problem(content):
         return Refused(problem)
     if content.array_records.get(ARRAYS, ArrayRecord()) or len(info) > INFO_MOST:

@@ -59,19 +59,6 @@ from fedapp.transport.validation import Raw, Shapes, Validation, failure, last_l
 NOTHING: Raw = MappingProxyType({})
 
 
-class UnableClient(BadRequest):
-    """A client states itself that it cannot take part.
-
-    Attributes
-    ----------
-    client : its id, -1 if it does not know it.
-    """
-
-    def __init__(self, message: str, client: int) -> None:
-        super().__init__(message)
-        self.client = client
-
-
 class Cohort(ABC):
     """The server's view of its clients over one Flower grid.
 
@@ -117,6 +104,7 @@ class Cohort(ABC):
         self.offences = Offences()
         self.reference = -1
         self._left_out: dict[int, str] = {}  # why, by node
+        self._unable: dict[int, int] = {}  # the client of a node that states itself that it cannot take part, or -1
         self._moved: set[int] = set()  # nodes, in a simulation clients, that answered as another client
         self._expected = 0
         self._lasted: dict[str, float] = {}  # seconds of the last exchange by type of message
@@ -197,10 +185,10 @@ class Cohort(ABC):
         if isinstance(registration, Refused):
             if registration.offence != FAILED:
                 raise BadRequest(f"node {node} cannot take part: {registration.reason}")
-            who = registration.who
-            client = int(who.split()[-1]) if who[-1].isdigit() else -1
+            self._unable[node] = client = registration.client
             self._note_error(0, client, "register", registration.reason)
-            raise UnableClient(f"{who} cannot take part: {last_line(registration.reason)}", client)
+            who = f"client {client}" if client >= 0 else "a client"
+            raise BadRequest(f"{who} cannot take part: {last_line(registration.reason)}")
         if (largest := registration.largest or 0.0) > (most := self.validation.max_abs):
             raise BadRequest(
                 f"client {registration.client} cannot take part: it has a feature of {largest:g}, and max-abs is "
@@ -267,7 +255,7 @@ class Cohort(ABC):
         request : to all clients, or by client. A client restores the state that it had before the round of its request.
         raw : with secure sums, see `Contract.raw`.
         """
-        started, kind = time.perf_counter(), exchange.stage
+        started, kind, before = time.perf_counter(), exchange.stage, len(exchange.bad)
         given = dict(payloads)  # each is let go when its message is made
         ids, groups = sorted(given), _groups(given)
         exchange.messaged.extend(ids)
@@ -302,7 +290,7 @@ class Cohort(ABC):
 
         yield from in_order(ids, arriving(), unanswered)
         exchange.metrics = dict(sorted(exchange.metrics.items()))
-        for offence in self.offences.judge(exchange.bad, groups, exchange.metrics if kind == "train" else ()):
+        for offence in self.offences.judge(exchange.bad[before:], groups, exchange.metrics if kind == "train" else ()):
             self._block(offence, "values out of range too often: ")
         self._lasted[kind] = time.perf_counter() - started
         exchange.seconds += self._lasted[kind]

@@ -17,7 +17,7 @@ from fedapp.transport import roster as rosters
 from fedapp.transport.agreement import clash, compared, majority
 from fedapp.transport.boundary import FACTS_SIZE, FAILED, IMPOSSIBLE
 from fedapp.transport.channel import Answers, Batches, Event, Sender
-from fedapp.transport.cohort import Cohort, UnableClient
+from fedapp.transport.cohort import Cohort
 from fedapp.transport.delivery import INCOMPLETE, Coming, arrived, patiently, push
 from fedapp.transport.offences import Dropped
 from fedapp.transport.records import Encoder, group_of
@@ -249,8 +249,8 @@ class NodeCohort(Cohort):
         try:
             client = self._registered(node, reply, online)
         except BadRequest as e:
-            if isinstance(e, UnableClient):
-                self._failed[node], self._stated[node] = time.monotonic(), e.client
+            if node in self._unable:
+                self._failed[node], self._stated[node] = time.monotonic(), self._unable.pop(node)
             former, self._left_out[node] = self._left_out.get(node, ""), one_line(e)
             if _DIGITS.sub("", former) != _DIGITS.sub("", self._left_out[node]):  # it may count seconds
                 self.event({"kind": "warning", "text": f"a new node was left out: {one_line(e)}"})

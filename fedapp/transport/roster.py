@@ -25,10 +25,6 @@ ROSTER = "FEDAPP_ROSTER"
 """Environment variable with the path of the roster; `fedapp superlink` sets it."""
 
 
-class NotAdmitted(BadRequest):
-    """A node that the roster does not admit. It is left out and never ends a run."""
-
-
 @dataclass(frozen=True)
 class Admitted:
     """One entry of the roster.
@@ -135,15 +131,15 @@ def check(entry: Admitted, client: int, examples: int, tests: int = 0) -> None:
 
     Raises
     ------
-    NotAdmitted : it is another client in the roster, or has more rows than it may have.
+    BadRequest : it is another client in the roster, or has more rows than it may have.
     """
     if entry.client != client:
-        raise NotAdmitted(
+        raise BadRequest(
             f"node {entry.node} says that it is client {client}, but the roster has it as client {entry.client}"
         )
     for rows, kind in ((examples, "training"), (tests, "test")):
         if entry.max_examples and rows > entry.max_examples:
-            raise NotAdmitted(
+            raise BadRequest(
                 f"client {client} says that it has {counted(rows, f'{kind} row')}, and the roster "
                 f"allows {entry.max_examples}"
             )

@@ -48,7 +48,7 @@ def trusting(message: Any, contract: boundary.Contract) -> boundary.Good | bound
     """Decode a reply and believe all of it."""
     info = message.content.config_records.get(INFO, {})
     if "error" in info:
-        return boundary.Refused(str(info["error"]), boundary.FAILED, contract.kind)
+        return boundary.Refused(str(info["error"]), boundary.FAILED)
     return boundary.Good(*reply_of(message))
 
 
