@@ -57,6 +57,8 @@ from fedapp.transport.traffic import Exchange, RoundFailed, needed_replies
 from fedapp.transport.validation import Raw, Shapes, Validation, failure, last_line, problem_of
 
 NOTHING: Raw = MappingProxyType({})
+POLL = (0.02, 0.1)
+"""Shortest and longest time in seconds between two checks for replies."""
 
 
 class Cohort(ABC):
@@ -90,7 +92,7 @@ class Cohort(ABC):
         *,
         validation: Validation | None = None,
         ledger: StateLedger | None = None,
-        poll: tuple[float, float] = (0.02, 0.1),
+        poll: tuple[float, float] = POLL,
     ) -> None:
         self.grid, self.settings, self.request, self.event = grid, settings, request, event
         self.validation = validation or Validation(settings.wire_dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -17,11 +16,13 @@ from fedapp.transport import roster as rosters
 from fedapp.transport.agreement import clash, compared, majority
 from fedapp.transport.boundary import FACTS_SIZE, FAILED, IMPOSSIBLE
 from fedapp.transport.channel import Answers, Batches, Event, Sender
-from fedapp.transport.cohort import Cohort
+from fedapp.transport.cohort import POLL, Cohort
 from fedapp.transport.delivery import INCOMPLETE, Coming, arrived, patiently, push
+from fedapp.transport.ledger import StateLedger
 from fedapp.transport.offences import Dropped
 from fedapp.transport.records import Encoder, group_of
 from fedapp.transport.request import WITHOUT_DATA, RoundRequest
+from fedapp.transport.validation import Validation
 
 GONE = (3, 4, 5, INCOMPLETE)
 """Flower's error codes for a message, a reply or a node that no longer exists: the client did not answer."""
@@ -44,7 +45,7 @@ class NodeCohort(Cohort):
     Parameters
     ----------
     roster : reads which node is which client. None = the first node that is online holds a client id.
-    **layers : validation, ledger and poll, as in `Cohort`.
+    validation, ledger, poll : as in `Cohort`.
     """
 
     in_turn = False
@@ -56,9 +57,12 @@ class NodeCohort(Cohort):
         request: RoundRequest,
         event: Event = lambda e: None,
         roster: Callable[[], Mapping[int, rosters.Admitted] | None] = lambda: None,
-        **layers: Any,
+        *,
+        validation: Validation | None = None,
+        ledger: StateLedger | None = None,
+        poll: tuple[float, float] = POLL,
     ) -> None:
-        super().__init__(grid, settings, request, event, **layers)
+        super().__init__(grid, settings, request, event, validation=validation, ledger=ledger, poll=poll)
         self._read_roster = roster
         self.roster = roster()
         self._took: dict[tuple[str, int], float] = {}  # seconds of the last answer, by kind and client

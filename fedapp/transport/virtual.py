@@ -18,14 +18,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
 
 from fedapp.errors import BadRequest, counted, one_line
 from fedapp.method import ClientInfo, Method, Payload
+from fedapp.settings import FederationSettings
 from fedapp.transport.agreement import majority, within_models
 from fedapp.transport.boundary import FAILED, IMPOSSIBLE, Registration
-from fedapp.transport.cohort import Cohort
+from fedapp.transport.channel import Event
+from fedapp.transport.cohort import POLL, Cohort
+from fedapp.transport.ledger import StateLedger
 from fedapp.transport.records import Encoder, group_of
 from fedapp.transport.request import RoundRequest
+from fedapp.transport.validation import Validation
 
 HOSTS = 64
 """Largest number of nodes of a simulation: two for each worker that Flower can keep busy."""
@@ -142,8 +147,18 @@ class VirtualCohort(Cohort):
     in_turn = True
     several = True
 
-    def __init__(self, *arguments: Any, **layers: Any) -> None:
-        super().__init__(*arguments, **layers)
+    def __init__(
+        self,
+        grid: Grid,
+        settings: FederationSettings,
+        request: RoundRequest,
+        event: Event = lambda e: None,
+        *,
+        validation: Validation | None = None,
+        ledger: StateLedger | None = None,
+        poll: tuple[float, float] = POLL,
+    ) -> None:
+        super().__init__(grid, settings, request, event, validation=validation, ledger=ledger, poll=poll)
         self._hosts: list[int] = []  # the nodes, each of which runs any client
         self._asked: list[int] = []  # the clients that were asked who they are
         self._turn = itertools.count()
