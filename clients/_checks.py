@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from clients.base import FedClient
     from fedapp.models import SplitModel
 
+MOVED = {
+    "reply_metrics": "the numbers that `after_training` returns",
+    "reference": "the attribute `self.reference`, set in `receive`",
+    "initial_seed": "`build_model` with `with_common_seed(spec)`",
+    "on_gradients": "the field of that name of a `Phase`, in `phases`",
+    "scored": "the attribute `self.model`",
+    **dict.fromkeys(("parameters", "views", "phase_epochs", "epochs_in", "trained_models"), "`phases`"),
+    **dict.fromkeys(("optimise", "train_spec", "adam_betas"), "the optimizer and settings of a `Phase`, in `phases`"),
+}
+"""Functions of clients of earlier versions, and what to write now."""
+
 
 def check_training(client: FedClient) -> None:
     """Refuse settings that do not fit this client's data; called before anything is trained.

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from clients._checks import check_private, check_training, facts_of_the_body
+from clients._checks import MOVED, check_private, check_training, facts_of_the_body
 from clients._flower import PositionalClient
 from clients._initial import all_names, initial_model, names_of, skeleton
 from fedapp import sampling
@@ -73,18 +73,6 @@ from fedapp.settings.evaluation import CONFUSION
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
-
-
-MOVED = {
-    "reply_metrics": "the numbers that `after_training` returns",
-    "reference": "the attribute `self.reference`, set in `receive`",
-    "initial_seed": "`build_model` with `with_common_seed(spec)`",
-    "on_gradients": "the field of that name of a `Phase`, in `phases`",
-    "scored": "the attribute `self.model`",
-    **dict.fromkeys(("parameters", "views", "phase_epochs", "epochs_in", "trained_models"), "`phases`"),
-    **dict.fromkeys(("optimise", "train_spec", "adam_betas"), "the optimizer and settings of a `Phase`, in `phases`"),
-}
-"""Functions of clients of earlier versions, and what to write now."""
 
 
 class FedClient(PositionalClient):

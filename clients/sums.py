@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from clients._initial import initial_model
 from clients.posthoc import PostHocClient, PostHocHParams
 from clients.shares import Float64, SharesClient, shares
 from fedapp.core import sums
@@ -137,7 +138,7 @@ class SumsClient(LossesClient):
         """Return the largest |z| of the training rows where sums can be exact."""
         if self.settings.base != "none" or self.settings.min_count > 1:
             return None
-        self.model = self.initial_model()
+        self.model = initial_model(self)
         if self.model.features.state_dict():  # the last bits of a network's features depend on the block
             return None
         return max(float(z.abs().max()) for z, _ in self.feature_batches("register"))

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import fedapp
-from clients.base import MOVED, FedClient
+from clients._checks import MOVED
+from clients.base import FedClient
 from fedapp import registry, sampling
 from fedapp.learning.state import ClientStore, read_head_norms
 from fedapp.learning.task import ModelSpec, Task, with_common_seed

@@ -144,6 +144,10 @@ class Released:
     size: int
     parts: Callable[[Float64, int], Arrays]
 
+    def step(self, share: float) -> float:
+        """Return the step of the grid where each client adds this share of the noise."""
+        return step_of(self.size, self.sensitivity, self.privacy.noise * math.sqrt(share))
+
 
 def in_sum(privacy: Privacy, kept: Mapping[str, Any], colluders: int) -> Privacy:
     """Return what a client states in the exchange under way, in which it adds only its share of the noise.
@@ -335,7 +339,6 @@ class SecureSums:
         shapes = {NOISED: (released.size,)} if released else shapes_of(template, sums)
         size = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
         like = next(iter(given.values()))
-        bits, exact = _bits(like), SUM_BITS in like.scalars
         messages = {c: self._with_shares(given.pop(c), collector, c) for c in sorted(collector.offers)}
         members = []
         for reply in ask(kind, messages, {HIDDEN: ("uint64", (size,))}):
@@ -345,17 +348,15 @@ class SecureSums:
         self._enough(exchange, len(members), len(collector.ids))
         # All that could end the round is asked before the sum is opened: a round that is repeated has another one.
         self.cohort.require(exchange)
-        if before is not None:
-            self._all_of(before, collector.summed, exchange)
+        self._all_of(before, collector.summed, exchange)
         self.opened.add(name, collector.summed)
-        total = masks.decode(self._open(exchange, ask, collector), shapes, 0 if released else bits)
+        total = masks.decode(self._open(exchange, ask, collector), shapes, 0 if released else _bits(like))
         count = sum(m.num_samples for m in members)
         if released is None:
             arrays = restored(total, sums, count if sums.weights == "samples" else len(members), template)
         else:
-            step = step_of(released.size, released.sensitivity, released.privacy.noise * math.sqrt(self.share))
-            arrays = released.parts(total[NOISED] * step, len(members))
-        lost = 0.0 if exact else masks.rounding(len(members))
+            arrays = released.parts(total[NOISED] * released.step(self.share), len(members))
+        lost = 0.0 if SUM_BITS in like.scalars else masks.rounding(len(members))
         summed = Reply(-1, count, arrays, {}, exchange.up, kind, 0, tuple(members), lost)
         if problem := check(summed):
             raise RoundFailed(f"round {exchange.round}: no replies have this sum: {problem}", exchange.round)
@@ -474,9 +475,9 @@ class SecureSums:
         return None if found is None else set(found) - self.cohort.offences.blocked.keys()
 
     @staticmethod
-    def _all_of(before: Collection[int], there: Collection[int], exchange: Exchange) -> None:
+    def _all_of(before: Collection[int] | None, there: Collection[int], exchange: Exchange) -> None:
         """Raise `RoundFailed` unless all clients of a sum that was opened before are there."""
-        missing = sorted(set(before) - set(there))
+        missing = sorted(set(before or ()) - set(there))
         if missing:
             named = ", ".join(map(str, missing[:20]))
             reasons = "".join(f"; client {d.client}: {d.reason}" for d in exchange.dropped[:5])
