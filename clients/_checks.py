@@ -1,4 +1,4 @@
-"""Checks of a client before anything is trained, and what is the same at all clients without being sent."""
+"""Checks of a client before it trains, functions of earlier versions, and facts that are the same at all clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from fedapp.method import Scalar
 from fedapp.models import weights
 
 if TYPE_CHECKING:
-    from clients.base import FedClient
     from fedapp.models import SplitModel
 
 MOVED = {
@@ -28,7 +27,7 @@ MOVED = {
 """Functions of clients of earlier versions, and what to write now."""
 
 
-def check_training(client: FedClient) -> None:
+def check_training(client: Any) -> None:
     """Refuse settings that do not fit this client's data; called before anything is trained.
 
     Raises
@@ -56,7 +55,7 @@ def check_training(client: FedClient) -> None:
         step_rates(spec, rate, spec.local_epochs * len(batch_slices(rows, spec.batch_size)))
 
 
-def _refuse_single(client: FedClient, phase: Phase, what: str, remedy: str) -> None:
+def _refuse_single(client: Any, phase: Phase, what: str, remedy: str) -> None:
     """Raise `BadRequest` if a model of a phase needs two images in a batch; `what` says why there is only one."""
     for model in models_of(phase):
         if needs_two(model, client.task.inputs):
@@ -66,7 +65,7 @@ def _refuse_single(client: FedClient, phase: Phase, what: str, remedy: str) -> N
             )
 
 
-def require_body(client: FedClient) -> None:
+def require_body(client: Any) -> None:
     """Raise `BadRequest` if nothing of the body is trained; for methods that train it in a phase of its own."""
     if not any(p.requires_grad for p in client.model.features.parameters()):
         raise BadRequest(
@@ -75,7 +74,7 @@ def require_body(client: FedClient) -> None:
         )
 
 
-def check_private(client: FedClient) -> None:
+def check_private(client: Any) -> None:
     """Refuse what DP-SGD does not cover, before any image is used.
 
     Raises
@@ -101,7 +100,7 @@ def models_of(phase: Phase) -> list[SplitModel]:
     return list(models)
 
 
-def facts_of_the_body(client: FedClient) -> dict[str, Scalar]:
+def facts_of_the_body(client: Any) -> dict[str, Scalar]:
     """Return checksums of what is not sent and is the same everywhere: frozen layers, a body of given features."""
     stored = client.task.settings.weights
     found: dict[str, Scalar] = {"weights": weights.checksum(stored)} if stored and client.task.settings.freeze else {}

@@ -17,24 +17,25 @@ from fedapp.models import is_own, selection
 from fedapp.models.copies import copied, redrawn
 
 if TYPE_CHECKING:
-    from clients.base import FedClient
     from fedapp.models import SplitModel
 
 
-def initial_model(client: FedClient) -> SplitModel:
+def initial_model(client: Any) -> SplitModel:
     """Return this client's own initial model; only the arrays that the server does not send are used."""
     seed, spec = sampling.derived_seed(client.task.seed, "model", client.task.client), client.task.spec(0)
     # To find that out takes longer than one model, and the process of a real node makes no other.
-    seeded = "" if process.real_node() else _seeded(type(client), spec, client.hparams)
-    made = skeleton(type(client), spec, client.hparams)
+    kind: Any = type(client)
+    seeded = "" if process.real_node() else _seeded(kind, spec, client.hparams)
+    made = skeleton(kind, spec, client.hparams)
     if seeded == "common":
         return copied(made).to(client.device)
     if seeded == "own":
         return redrawn(made, seed).to(client.device)
-    return client.build_model(replace(spec, seed=seed), client.hparams).to(client.device)
+    drawn: SplitModel = client.build_model(replace(spec, seed=seed), client.hparams)
+    return drawn.to(client.device)
 
 
-def initial_arrays(kind: type[FedClient], spec: ModelSpec, method: Method, hparams: Any, buffers: str) -> Arrays:
+def initial_arrays(kind: Any, spec: ModelSpec, method: Method, hparams: Any, buffers: str) -> Arrays:
     """Return the shared arrays of a new model, which the server starts from.
 
     Raises
@@ -58,13 +59,14 @@ def names_of(model: nn.Module, method: Method, hparams: BaseHParams, buffers: st
 
 
 @functools.lru_cache(maxsize=16)
-def skeleton(client: type[FedClient], spec: ModelSpec, hparams: Any) -> SplitModel:
+def skeleton(client: Any, spec: ModelSpec, hparams: Any) -> SplitModel:
     """Build a model once per process; clients work on copies, so nothing is carried over from one to the next."""
-    return client.build_model(spec, hparams)
+    built: SplitModel = client.build_model(spec, hparams)
+    return built
 
 
 @functools.lru_cache(maxsize=16)
-def _seeded(client: type[FedClient], spec: ModelSpec, hparams: Any) -> str:
+def _seeded(client: Any, spec: ModelSpec, hparams: Any) -> str:
     """Return how the values of an initial model follow from the client's seed, tried with two seeds.
 
     Returns
@@ -88,6 +90,6 @@ def _same(a: nn.Module, b: nn.Module) -> bool:
 
 
 @functools.lru_cache(maxsize=16)
-def all_names(client: type[FedClient], spec: ModelSpec, hparams: Any) -> frozenset[str]:
+def all_names(client: Any, spec: ModelSpec, hparams: Any) -> frozenset[str]:
     """Return the names of all that a model's state consists of and that may be sent."""
     return frozenset(selection.shared_names(skeleton(client, spec, hparams), ("",)))
