@@ -28,6 +28,8 @@ the values are NaN until `receive` has replaced them. An evaluation scores the s
 | `feature_batches(exchange)`       | where statistics of features are made    | the representations             |
 
 Only the arrays that the method declares as `shared` (or `up`) and `extra_up` leave the client.
+
+The file is long because the whole contract of a client stands in it, in the order of the table.
 """
 
 from __future__ import annotations
