@@ -362,7 +362,9 @@ def guard_table(kept: Kept) -> list[str]:
         for guard in ("", *GUARDS):
             found = of_setting(kept, f"{name}-{guard}" if guard else name)
             if found:
-                rows.append((SETTINGS[name].title, guard or "none", *(cell(found[h], "global") for h in SUMMED)))
+                rows.append(
+                    (SETTINGS[name].title, guard or "none", *(cell(found.get(h, ()), "global") for h in SUMMED))
+                )
     return markdown("|".join(["setting", "guard", *map(title, SUMMED)]), rows)
 
 
