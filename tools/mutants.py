@@ -55,7 +55,14 @@ NAMED = {
         "tests/test_robust.py",
     ],
     "strategies/_composition.py": ["tests/test_ccvr.py", "tests/test_fed3r.py", "tests/test_robust.py"],
-    "strategies/_sums.py": ["tests/test_fed3r.py", "tests/test_secure_sums.py"],
+    "strategies/_sums.py": [
+        "tests/test_fed3r.py",
+        "tests/test_secure_sums.py",
+        "tests/test_choice.py",
+        "tests/test_exact_sums.py",
+    ],
+    "strategies/_shares.py": ["tests/test_pccvr.py", "tests/test_personal_heads.py"],
+    "clients/shares.py": ["tests/test_pccvr.py", "tests/test_personal_heads.py"],
     "fedapp/federation/loop.py": ["tests/test_base.py", "tests/test_engine.py", "tests/test_offences.py"],
     "fedapp/federation/context.py": ["tests/test_measure.py", "tests/test_engine.py"],
     "fedapp/federation/releases.py": ["tests/test_private_sums.py"],
@@ -109,7 +116,13 @@ NAMED = {
     "fedapp/learning/optimizers.py": ["tests/test_training_options.py"],
     "fedapp/learning/training.py": ["tests/test_training_options.py", "tests/test_phases.py"],
     "clients/posthoc.py": ["tests/test_fed3r.py", "tests/test_ccvr.py"],
-    "clients/sums.py": ["tests/test_fed3r.py", "tests/test_fedncm.py"],
+    "clients/sums.py": [
+        "tests/test_fed3r.py",
+        "tests/test_fedncm.py",
+        "tests/test_personal_heads.py",
+        "tests/test_exact_sums.py",
+    ],
+    "fedapp/core/quadratic.py": ["tests/test_qda.py"],
     "clients/classmeans.py": ["tests/test_fedgh.py", "tests/test_fedproto.py", "tests/test_fd.py"],
 }
 """Further tests of files that other files' tests exercise."""
