@@ -48,7 +48,7 @@ CHOOSING = "lda, choose"
 HEADS = ("fed3r", "lda", CHOOSING, "fedncm", "fedcof")
 """Methods with `personal=true`, and one with `choose=true`."""
 SHOWN = ("fed3r", "lda")
-"""Heads of the first table, which were chosen before any score was seen."""
+"""Heads of the first table, the same two in every setting."""
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 """Penalties of logistic regression, of which rows held out of the training rows choose one for each data set."""
 OWN_SHRINK = 0.3
