@@ -15,7 +15,7 @@ import torch
 import fedapp
 from fedapp import config as configuration
 from fedapp.data import datasets, natural, partitions
-from fedapp.data.card import leaks
+from fedapp.data.card import data_card, leaks
 from fedapp.data.columns import own, samples
 from fedapp.data.dataset import Dataset
 from fedapp.data.moments import binary, moments, rounded
@@ -131,6 +131,15 @@ def test_classes_by_name_have_the_given_order(tmp_path: Path) -> None:
     assert data.classes == ("c", "b", "a") and data.y_train.tolist() == [1, 2, 1, 0]
     with pytest.raises(BadRequest, match=r"y has 'a', which no class is"):
         loaded(tmp_path, {"x": x, "y": y, "class_names": np.array(["c", "b"])}, "other.npz")
+
+
+def test_the_last_class_may_have_test_rows_alone(tmp_path: Path) -> None:
+    y = np.append(np.arange(50) % 2, np.full(10, 2))
+    columns = {"x": np.arange(120, dtype=np.float32).reshape(60, 2), "y": y, "client": np.arange(60) // 5 % 2}
+    data = loaded(tmp_path, {**columns, "split": np.repeat(["train", "test"], [40, 20])})
+    card = data_card(data, natural.by_client(data, split="given", clients=0, seed=0, min_samples=1))
+    assert data.classes == ("0", "1", "2") and card.untrained == ("2",)
+    assert card.test.tolist() == [[3, 2, 5], [2, 3, 5]]
 
 
 X, Y = np.zeros((6, 3), np.float32), np.array([0, 1, 2, 0, 1, 2])

@@ -346,7 +346,8 @@ def _finish(store: Store, name: str, own: Own) -> dict[str, Any]:
             store.put(key, array)
     classes, facts = own.classes, _FACTS.get(name)
     if classes is None:
-        classes = facts.classes if facts else _numbers(int(own.arrays["y_train"].max()) + 1)
+        largest = max(int(own.arrays[key].max(initial=0)) for key in ("y_train", "y_test"))
+        classes = facts.classes if facts else _numbers(largest + 1)
     scale = (facts.scale if facts else 255.0) if own.kind == "image" else 1.0
     for number, one in enumerate(own.parts):
         for key in ("x_train", "x_test"):
