@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from clients.sums import SumsClient, SumsHParams
 from fedapp.core import sums
@@ -48,6 +48,12 @@ class Fed3RHParams(SumsHParams):
         False, description="divide each class's weights and bias by the norm of its weights (code: yes)"
     )
     bias: bool = Field(True, description="whether there is a bias, penalised too (code: yes)")
+
+    @model_validator(mode="after")
+    def _one_penalty(self) -> Self:
+        if self.relative and self.lam == "gcv":
+            raise ValueError("lam=gcv finds the penalty itself: leave relative out")
+        return self
 
     def settled(self, given: bool = False, private: bool = False) -> Self:
         """Return them with the penalty that `auto` stands for; the sums of a run with noise do not fit GCV."""

@@ -201,7 +201,8 @@ def test_bad_losses_are_dropped(loss: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [("base=lgfedavg", "does not leave one"), ("base=fed3r", "does not leave one"),
-     ("base=none base.mu=1", "none has no hyperparameter 'base.mu'")],
+     ("base=none base.mu=1", "none has no hyperparameter 'base.mu'"),
+     ("lam=gcv relative=true", "lam=gcv finds the penalty itself: leave relative out")],
 )  # fmt: skip
 def test_bad_requests_are_found_before_training(args: str, words: str) -> None:
     outer = registry.get("fed3r")
