@@ -71,6 +71,14 @@ def test_one_row_of_each_class_has_no_spread() -> None:
     np.testing.assert_allclose(np.ptp(solved(z, y, 2, 0.7, 0.2)[0]), 2.5, atol=1e-12)
 
 
+def test_equal_rows_of_a_class_have_the_spread_within_all_classes() -> None:
+    z, y = together(random_data(1))
+    z, y = np.vstack([z, np.full((3, 5), 2.0)]), np.append(y, [4] * 3)
+    equal, one = (quadratic.discriminant(gaussian.moments(z[:n], y[:n], 5), 0.0, 0.5, "uniform") for n in (None, -2))
+    factor = np.sqrt((len(y) - 5) / (len(y) - 7))  # the scatter within classes is the same, its divisor is not
+    np.testing.assert_allclose(equal[1][4], factor * one[1][4], rtol=1e-12)
+
+
 @pytest.mark.parametrize("text", ["qda", "qda scale=none share=0.3 shrink=0.4", "qda personal=true prior=pooled"])
 def test_a_federation_stores_uses_and_exports_the_head_of_all_rows(text: str, tmp_path: Path, tiny: Tiny) -> None:
     place = union(tmp_path / "f.npz", [160, 120, 80, 60], width=6)

@@ -12,7 +12,7 @@ from fedapp.core.gaussian import ClassMoments, Float64, pack
 from fedapp.lazy import torch
 
 LEVEL = 1e-9
-"""Share of the mean square of the class means up to which a spread counts as none."""
+"""Share of the class means' mean square, or of the spread within classes, up to which a spread counts as none."""
 
 
 def discriminant(
@@ -21,9 +21,9 @@ def discriminant(
     """Return a Gaussian for each class: log N(z; mu_c, Sigma_c) pi_c = -|U_c^T (z - mu_c)|^2 / 2 + bias_c + constant.
 
     ``Sigma_c = (1 - h) S_c + h S_w`` with the class's own covariance S_c, divisor n_c - 1, and that within classes S_w,
-    divisor N - C_seen, which also stands for S_c where n_c < 2; then ``(1 - g) Sigma_c + g tr(Sigma_c) / d I``. It is
-    the identity where nothing is known about any spread. Then ``U_c U_c^T = Sigma_c^-1`` with U_c upper triangular, and
-    ``bias_c = log |U_c| + log pi_c``.
+    divisor N - C_seen, which also stands for S_c where the rows of a class do not differ. Then ``(1 - g) Sigma_c +
+    g tr(Sigma_c) / d I``; it is the identity where nothing is known about any spread. Then ``U_c U_c^T = Sigma_c^-1``
+    with U_c upper triangular, and ``bias_c = log |U_c| + log pi_c``.
 
     Parameters
     ----------
@@ -39,7 +39,9 @@ def discriminant(
     roots, bias = np.zeros((len(counts), width * (width + 1) // 2)), np.zeros(len(counts))
     known = float(np.trace(within)) > LEVEL * float((means[seen] ** 2).sum(axis=1).mean())
     for c in seen.tolist():
-        own = pooled.cov(c) if counts[c] > 1 else within
+        own = pooled.cov(c)
+        if counts[c] < 2 or float(np.trace(own)) <= LEVEL * float(np.trace(within)):
+            own = within
         sigma = (1 - share) * own + share * within
         sigma = (1 - shrink) * sigma + shrink * float(np.trace(sigma)) / width * np.eye(width)
         upper = _inverse_root(sigma if known else np.eye(width))
