@@ -221,7 +221,7 @@ def _gain_problem(context: ServerContext, arrays: Arrays, lost: float) -> str | 
     gain = arrays.get("gain")
     if set(arrays) != {"gain"} or gain is None or gain.shape != (1,) or gain.dtype != np.float64:
         return Impossible("a choice must be one number of float64")
-    return None if np.isfinite(gain).all() else "a choice must be a number of rows"
+    return None if float(gain[0]).is_integer() else "a choice must be a number of rows"
 
 
 CHOICE = Total(

@@ -19,7 +19,8 @@ from fedapp.errors import BadRequest
 from fedapp.method import Payload, Reply
 from fedapp.tasks import simulated
 from strategies.lda import ALONE, LDAHParams
-from tests.handmade import one_batch_task
+from tests.closedform import server
+from tests.handmade import one_batch_task, refusal
 from tests.test_personal_heads import B, W, heads, on_features, union
 
 Tiny = Callable[..., RunResult]
@@ -158,6 +159,16 @@ def test_a_site_deviates_only_for_more_rows_than_noise(
     metrics = client.evaluate_round(Payload(common=common, scalars=scalars), 1)
     assert metrics[CHOSEN] == own
     assert bool((client.model.head.weight == 7).all()) is own
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [(3.0, ""), (-5.0, ""), (0.5, "number of rows"), (np.inf, "number of rows"), (6.0, "from a client of 5")],
+)
+def test_an_answer_that_is_no_number_of_held_out_rows_is_dropped(gain: float, words: str) -> None:
+    strategy, _ = server("lda", "choose=true")
+    problem = refusal(strategy, {}, Reply(0, 5, {"sums/gain": np.array([gain])}, {}, kind="query.choice")) or ""
+    assert words in problem and bool(words) is bool(problem)
 
 
 def test_a_choice_is_refused_with_noise() -> None:
