@@ -122,6 +122,12 @@ def test_discriminant_is_the_log_of_gaussian_densities(prior: Any) -> None:
     assert not rows[3].any()
 
 
+def test_a_discriminant_does_not_depend_on_the_unit_of_features() -> None:
+    rows, tiny = (sums.discriminant(*whole(unit * Z, Y), 0.2, "pooled") for unit in (1.0, 2.0**-30))
+    np.testing.assert_allclose(tiny[:, :-1] * 2.0**-30, rows[:, :-1], rtol=1e-9)
+    np.testing.assert_allclose(tiny[:, -1], rows[:, -1], rtol=1e-9)
+
+
 def test_without_any_spread_the_discriminant_is_the_nearest_mean() -> None:
     z, y = np.array([[1.0, 2], [3, 1], [1, 2]]), np.array([0, 1, 0])
     got = sums.discriminant(*whole(z, y), 0.1, "uniform")[:2]

@@ -318,7 +318,7 @@ def discriminant(a: Float64, b: Float64, shrink: float, prior: Literal["uniform"
     means = b[seen, :-1] / counts[seen, None]
     sigma = scatter_within(a, b) / max(counts.sum() - seen.sum(), 1)
     level = float(np.trace(sigma)) / width
-    known = counts.sum() > seen.sum() and level > TOLERANCE * float(np.trace(a)) / counts.sum() / width
+    known = counts.sum() > seen.sum() and level > TOLERANCE * float(np.trace(a[:-1, :-1])) / counts.sum() / width
     sigma = (1 - shrink) * sigma + shrink * level * np.eye(width) if known else np.eye(width)
     pi = counts[seen] / counts.sum() if prior == "pooled" else np.full(len(means), 1 / len(means))
     found[seen] = gaussian_rule(means, sigma, np.log(pi))
