@@ -44,6 +44,8 @@ from strategies._composition import built_on, on
 from strategies._shares import WithShares
 
 W, B = "head.weight", "head.bias"
+FEWEST_STEPS = 16
+"""Steps 2^-k of the largest feature, below which features are not rounded."""
 Solution: TypeAlias = tuple[ServerState, list[Reply], Array, dict[str, Any]]
 """The repair, the replies to the query of statistics, class counts (C,), and the summary's entries."""
 
@@ -134,6 +136,8 @@ class HeadFromSums(ClosedForm):
     def sum_bits(self) -> dict[str, Scalar]:
         """Return the scalar of a query with which sums are exact; empty unless all clients state a largest feature.
 
+        It is empty too where features are so small that rounding to multiples of 2^-k would leave little of them.
+
         Raises
         ------
         BadRequest : the features are so large that too few bits behind the point are left.
@@ -148,7 +152,7 @@ class HeadFromSums(ClosedForm):
                 f"client {clients[int(np.argmax(largest))].client} has a feature of {max(largest):g}, which leaves "
                 f"fewer than {sums.LEAST_BITS} bits behind the point of features in exact sums: scale the features down"
             )
-        return {SUM_BITS: 2 * bits}
+        return {SUM_BITS: 2 * bits} if max(largest) * 2.0**bits >= FEWEST_STEPS else {}
 
     def scale(
         self, w: Arrays, rows: Float64, seen: npt.NDArray[np.bool_], query: Query, losses: str = "losses"

@@ -187,6 +187,15 @@ def test_features_without_bits_end_the_run(tmp_path: Path, tiny: Tiny) -> None:
     assert head(tiny(**given, method_args="min_count=2"))[1], "then nothing is rounded"
 
 
+def test_features_that_rounding_would_take_away_are_not_rounded(tmp_path: Path, tiny: Tiny) -> None:
+    found = []
+    for unit in (1.0, 2.0**-30):
+        place = written(tmp_path / f"{unit}.npz", "plain", 6, scale=unit)
+        run = tiny(dataset="npz", clients=0, data_dir=str(place), method="lda", method_args="scale=none")
+        found.append(unit * head(run)[1]["head.weight"][[0, 1, 2, 4]])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-3)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The bits of each secure sum."""
