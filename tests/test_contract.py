@@ -147,13 +147,14 @@ def test_selection_names_are_whole_components() -> None:
 HOOKS = {
     "build_model", "configure_model", "common_facts", "receive", "before_training", "phases", "step_loss", "after_step",
     "after_epoch", "after_training", "score", "tuning", "answer", "answer_prepare", "feature_batches",
+    "trains_on", "largest_feature",
 }  # fmt: skip
 """Functions that a method's client may define."""
 
 
 def test_the_table_of_a_client_lists_its_hooks() -> None:
     listed = re.findall(r"^\| `(\w+)\(", base.__doc__ or "", flags=re.M)
-    assert set(listed) == HOOKS | {"trains_on"} and len(listed) == len(set(listed))
+    assert set(listed) == HOOKS and len(listed) == len(set(listed))
     assert all(callable(getattr(FedClient, name)) for name in listed)
 
 
@@ -164,4 +165,4 @@ def test_a_client_defines_no_function_of_the_base_but_its_hooks(method: str) -> 
     client = registry.resolve(found, registry.parse_args(found, args)).client
     bases = [kind for kind in client.__mro__ if issubclass(kind, FedClient) and kind is not FedClient]
     own = {n for kind in bases for n in vars(kind) if callable(getattr(FedClient, n, None)) and not n.startswith("_")}
-    assert own <= HOOKS | {"trains_on"}
+    assert own <= HOOKS
