@@ -43,6 +43,7 @@ READS = (
     "fedrod",
     "feddbe",
     "fedpac",
+    "fedrep",
 )
 """Methods that use a model's representations apart from its logits; `tests/test_own_models.py` runs each and looks."""
 

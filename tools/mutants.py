@@ -85,6 +85,8 @@ NAMED = {
         "tests/test_lost_state.py",
         "tests/test_pccvr.py",
     ],
+    "clients/_checks.py": ["tests/test_own_models.py", "tests/test_given_features.py", "tests/test_private_runs.py"],
+    "clients/_initial.py": ["tests/test_engine.py", "tests/test_base.py"],
     "clients/_models.py": ["tests/test_fedrod.py", "tests/test_fednh.py", "tests/test_ccvr.py", "tests/test_fedetf.py"],
     "fedapp/core/names.py": ["tests/test_selection.py"],
     "fedapp/reduce/spec.py": ["tests/test_reduce.py", "tests/test_fedproto.py", "tests/test_scaffold.py"],
