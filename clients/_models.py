@@ -156,7 +156,7 @@ class QuadraticHead(nn.Linear):
     """A linear head that becomes one of Gaussian densities: logit_c = -|U_c^T (z - mu_c)|^2 / 2 + b_c.
 
     A quadratic head has ``weight`` (C, d), the means mu_c, ``bias`` (C,), and ``factor`` (C, d (d + 1) / 2), the upper
-    triangles of U_c. A class whose factor is 0 has no samples: its logit is `UNSEEN` beside the mean of the others.
+    triangles of U_c. A class without samples has the factor 0; its logit is `UNSEEN` plus the mean of the others.
 
     Parameters
     ----------

@@ -7,8 +7,8 @@
 3. Sums of all rows give the final heads. A client deviates from the default only if the other is right on more than
    max(1, sqrt(b)) more held-out rows, with b those that exactly one of the two gets right.
 
-The choice is made where a model is scored and kept. It follows from the first head, which is sent once more, so that a
-client needs no memory.
+A client chooses when it scores and keeps a model. The server then sends the first head again, so the client needs no
+memory.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class KTpFLClient(FedClient):
     def distillation(self) -> Sequence[Phase]:
         """Move the model towards the target: `distil_epochs` passes over the public images."""
         epochs = self.hparams.distil_epochs
-        # At registration there is no target yet. A frozen BatchNorm accepts single images: the check skips this phase.
+        # No target exists at registration. A frozen BatchNorm accepts single images, so the check skips this phase.
         if not epochs or (self.hparams.freeze_bn if self.target is None else not len(self.target)):
             return []
         public = self.public

@@ -97,7 +97,7 @@ def needs_table() -> str:
 def choosing_table() -> str:
     """Build the table of what each method needs and costs: declared by the method, and counted by `tests.costs`."""
     lines = [
-        "| method | what travels | architectures may differ | one global model | public rows | tells of classes "
+        "| method | what travels | architectures may differ | one global model | public rows | reveals classes "
         "| up, kB | down, kB | once, kB | passes |",
         "|---|---|---|---|---|---|---:|---:|---:|---:|",
     ]

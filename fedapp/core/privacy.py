@@ -18,7 +18,7 @@ The noise is discrete (`core.noise`). Its Renyi divergences are at most those of
 2020, Section 2), so ``epsilon`` here follows from these: releases with multipliers z_i of the sensitivity add up to one
 with ``1 / z^2 = sum 1 / z_i^2``.
 
-In a sum of which no one sees a part, each client adds a share of the noise. Discrete Gaussians with deviations s and t
+In a secure sum each client adds a share of the noise. Discrete Gaussians with deviations s and t
 add up to the one with ``s^2 + t^2``, but for a factor in each probability: the sum of ``exp(-(x - c)^2 / (2 r^2))``
 over whole x, next to its mean over c, where ``1 / r^2 = 1 / s^2 + 1 / t^2``. By Poisson's formula it is within
 ``1 +- 5 exp(-2 pi^2 r^2)`` (Kairouz, Liu, Steinke, The Distributed Discrete Gaussian Mechanism, ICML 2021). Each share
@@ -61,7 +61,7 @@ class Privacy:
     noise : z, standard deviation of the noise in multiples of the sensitivity.
     bound : C, the norm that a client's update is clipped to; for examples features have the norm `BOUND`.
     test : noise of a seeded generator, which protects no one.
-    summed : number of clients that are asked for a sum of which no one sees a part; 0 = releases are seen one by one.
+    summed : number of clients in a secure sum; 0 = the server sees each release.
     share : variance of this client's noise as a share of the sum's, whose standard deviation `noise` then is.
     sgd : what is released is a model that was trained by steps with noise (DP-SGD); `noise` is that of a step, 0 for as
         much as the client's own training needs.

@@ -290,7 +290,7 @@ def _named(path: Path) -> Iterator[None]:
         raise
     except ImportError as error:
         raise BadRequest(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
-    except Exception as error:  # Arrow has errors of its own next to Python's, of which a damaged file may raise any
+    except Exception as error:  # a damaged file raises errors of Arrow and of Python
         why = " ".join(str(error).split())
         raise BadRequest(f"cannot read the table {path} ({why}): write it again, CSV as UTF-8 with a header") from error
 

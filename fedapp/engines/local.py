@@ -92,8 +92,8 @@ def resumed(out: Path, given: Mapping[str, Any], *others: str) -> dict[str, Any]
 
     Raises
     ------
-    BadRequest : there is no such run, or more is given besides it than the total number of rounds (`others` are names
-        of what is no key).
+    BadRequest : the run does not exist, or an argument other than the total number of rounds is given (`others` names
+        those that are not keys).
     """
     if named := [*sorted(set(given) - {"num-server-rounds", "lost-state", "track"}), *others]:
         raise BadRequest(

@@ -8,6 +8,7 @@ through all messages for each of its nodes (`add_messages_to_queue` in `flwr/ser
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -18,19 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import Message, RecordDict
-from flwr.serverapp import Grid
 
 from fedapp.errors import BadRequest, counted, one_line
 from fedapp.method import ClientInfo, Method, Payload
-from fedapp.settings import FederationSettings
 from fedapp.transport.agreement import majority, within_models
 from fedapp.transport.boundary import FAILED, IMPOSSIBLE, Registration
-from fedapp.transport.channel import Event
-from fedapp.transport.cohort import POLL, Cohort
-from fedapp.transport.ledger import StateLedger
+from fedapp.transport.cohort import Cohort
 from fedapp.transport.records import Encoder, group_of
 from fedapp.transport.request import RoundRequest
-from fedapp.transport.validation import Validation
 
 HOSTS = 64
 """Largest number of nodes of a simulation: two for each worker that Flower can keep busy."""
@@ -146,22 +142,15 @@ class VirtualCohort(Cohort):
 
     in_turn = True
     several = True
+    _hosts: Sequence[int] = ()
+    """The nodes, each of which runs any client."""
+    _asked: Sequence[int] = ()
+    """The clients that were asked who they are."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        settings: FederationSettings,
-        request: RoundRequest,
-        event: Event = lambda e: None,
-        *,
-        validation: Validation | None = None,
-        ledger: StateLedger | None = None,
-        poll: tuple[float, float] = POLL,
-    ) -> None:
-        super().__init__(grid, settings, request, event, validation=validation, ledger=ledger, poll=poll)
-        self._hosts: list[int] = []  # the nodes, each of which runs any client
-        self._asked: list[int] = []  # the clients that were asked who they are
-        self._turn = itertools.count()
+    @functools.cached_property
+    def _turn(self) -> Iterator[int]:
+        """Numbers of the messages to several clients, which the nodes take in turn."""
+        return itertools.count()
 
     # ---- who is there --------------------------------------------------------------------------------------------
 
