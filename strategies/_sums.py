@@ -229,10 +229,10 @@ def _gain_problem(context: ServerContext, arrays: Arrays, lost: float) -> str | 
 
 
 CHOICE = Total(
-    SUMS, lambda context: {"gain": np.zeros(1)}, _gain_problem, lambda arrays: abs(float(arrays["gain"][0])),
+    SUMS, lambda context: {"gain": np.zeros(1)}, _gain_problem, lambda arrays: 2 * abs(float(arrays["gain"][0])),
     capped=False,
 )  # fmt: skip
-"""Sum over clients of D_k (`clients/choice.py`)."""
+"""Sum over clients of D_k (`clients/choice.py`). At most half of a client's rows are held out, so 2 |D_k| <= n_k."""
 LOSSES = Total(SUMS, lambda context: {"loss": np.zeros(len(sums.SCALES))}, _losses_problem)
 """Sum over clients of the losses with each factor."""
 

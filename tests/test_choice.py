@@ -163,11 +163,11 @@ def test_a_site_deviates_only_for_more_rows_than_noise(
 
 @pytest.mark.parametrize(
     ("gain", "words"),
-    [(3.0, ""), (-5.0, ""), (0.5, "number of rows"), (np.inf, "number of rows"), (6.0, "from a client of 5")],
+    [(3.0, ""), (-5.0, ""), (0.5, "number of rows"), (np.inf, "number of rows"), (6.0, "from a client of 10")],
 )
 def test_an_answer_that_is_no_number_of_held_out_rows_is_dropped(gain: float, words: str) -> None:
     strategy, _ = server("lda", "choose=true")
-    problem = refusal(strategy, {}, Reply(0, 5, {"sums/gain": np.array([gain])}, {}, kind="query.choice")) or ""
+    problem = refusal(strategy, {}, Reply(0, 10, {"sums/gain": np.array([gain])}, {}, kind="query.choice")) or ""
     assert words in problem and bool(words) is bool(problem)
 
 
