@@ -17,9 +17,9 @@ from flwr.serverapp import Grid
 from fedapp.transport.packing import pack, unpack
 
 UNREADABLE = 4217
-"""Code of the error that stands for a reply whose pieces are no message. Flower's codes are small."""
+"""Error code of a reply whose pieces do not make a message. Flower's codes are small."""
 INCOMPLETE = 4218
-"""Code of the error that stands for a reply of which pieces never came."""
+"""Error code of a reply whose pieces did not all come."""
 LOOK = 5.0
 """Seconds for which the pieces of one reply are pulled at a time, so that it does not hold up the others."""
 AGAIN = 60.0
@@ -30,7 +30,7 @@ TEXT_MOST = 4096
 
 @dataclass(frozen=True)
 class Coming:
-    """A reply that a node has announced: its head, the names of its pieces, and those that have come so far."""
+    """A reply that a node has announced: its head, the names of its pieces, and the pieces so far."""
 
     metadata: Metadata
     names: list[str]
@@ -52,20 +52,20 @@ def push(grid: Grid, messages: list[Message]) -> list[str]:
 def arrived(
     grid: Grid, ids: Iterable[str], most: int, coming: dict[str, Coming] | None = None, last: bool = False
 ) -> list[Message]:
-    """Return the replies that have come. What a node sent that is no message comes as an error, and is not raised.
+    """Return the replies so far. A reply that is not a message becomes an error message; nothing is raised.
 
-    From a real node a reply comes as many objects that name each other, and an array says which pieces it consists of.
-    Flower believes them: what it cannot read it raises, so that one node would end the run, and it repeats a piece as
-    often as it is told, so that a few bytes would fill the memory. It also takes from the message itself which question
-    it answers; here the SuperLink's word counts, which asked that node. And it waits for a piece that is missing, for
-    minutes, in which no other reply is read; here a reply waits in `coming` until it is complete.
+    A real node's reply consists of many objects that name each other, and an array names its pieces. Flower trusts
+    these names. It raises an error for a piece that it cannot read, so one node could end the run. It repeats a piece
+    as often as the array names it, so a few bytes could fill the memory. It reads the id of the question from the
+    message itself; here the id is the SuperLink's, which asked that node. It waits minutes for a missing piece and
+    reads no other reply meanwhile; here an incomplete reply stays in `coming`.
 
     Parameters
     ----------
     ids : of the messages that were sent.   most : largest size of one reply in bytes.
     coming : replies of earlier calls that are not complete, by the id of the message that they answer. The SuperLink
         hands out a reply once, complete or not.
-    last : nobody looks again: a reply that is not complete comes as an error too.
+    last : this is the last look, so an incomplete reply becomes an error message too.
     """
     if not _real(grid):
         return list(grid.pull_messages(ids))  # from processes of the same simulation
@@ -140,7 +140,7 @@ class _TooMuch(Exception):
 
 
 class _NotYet(Exception):
-    """A piece is not there yet, or the time for this look is over."""
+    """A piece is missing, or the time for this look is over."""
 
 
 def _keeping(pieces: dict[str, bytes], most: int, pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
@@ -179,8 +179,8 @@ T = TypeVar("T")
 def patiently(call: Callable[[], T]) -> T:
     """Return what a call of the SuperLink returns; while the SuperLink fails, try for `AGAIN` seconds.
 
-    Flower itself tries again where it cannot connect or a proxy says that nobody is there, but not where the SuperLink
-    answers that it failed (500), as it does when its database is locked.
+    Flower itself tries again after a failed connection or a proxy's error, but not after the SuperLink's own error
+    (500), such as a locked database.
     """
     until, pause = time.monotonic() + AGAIN, 0.1
     while True:
