@@ -236,7 +236,7 @@ def test_stored_weights_are_compared_among_the_clients_of_one_model() -> None:
         for number, (model, stored) in enumerate(clients):
             manager.infos[number] = ClientInfo(number, 9, model, 4, {}, {"weights": stored} if stored else {})
             manager.facts[number] = {"shape": "[1, 8, 8]", "width": 5}
-            manager._asked.append(number)
+        manager._asked = range(len(clients))
         try:
             manager.agree(method)
         except BadRequest as e:
