@@ -19,7 +19,7 @@ import torch
 from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.learning.evaluation import evaluate
-from fedapp.learning.training import train
+from fedapp.learning.training import Phase, train
 from fedapp.models import build_model
 from fedapp.tasks.simulated import federated, simulated_task
 
@@ -31,9 +31,9 @@ def one_client(config: RunConfig, client: int) -> float:
     model = build_model(config.model.model, num_classes=task.num_classes, shape=task.inputs.shape, seed=0).to(device)
     before = evaluate(model, task.x_test, task.y_test, task.inputs, task.num_classes)
     train(
-        model, task.x_train, task.y_train, task.train, task.inputs,
-        lambda batch: torch.nn.functional.cross_entropy(model(batch.x), batch.y),
-        sampling.torch_generator(config.federation.seed, "batches", 1, client),
+        model, task.x_train, task.y_train,
+        Phase(lambda batch: torch.nn.functional.cross_entropy(model(batch.x), batch.y), task.train),
+        task.inputs, sampling.torch_generator(config.federation.seed, "batches", 1, client),
     )  # fmt: skip
     evaluate(model, task.x_test, task.y_test, task.inputs, task.num_classes)
     return before.accuracy

@@ -273,24 +273,10 @@ class FedClient(PositionalClient):
             if once := self._trains_head_alone(phase, held):
                 x = self.representations(x)
                 stack.enter_context(taking_representations(self.model))
-            return train(
-                model,
-                x,
-                y,
-                phase.spec,
-                None if once else self.task.inputs,
-                phase.loss,
-                self.generator(phase.draws),
-                parameters=None if phase.parameters is None else phase.parameters(),
-                views=phase.views,
-                betas=phase.betas,
-                on_step=self.after_step,
-                on_epoch=self.after_epoch,
-                on_gradients=phase.on_gradients,
-                held=held,
-                private=self._private(phase.spec, len(y)),
-                rate=rate_in(self.round, self.task.rates, phase.spec.lr) if phase.rate is None else phase.rate,
-            )
+            rate = rate_in(self.round, self.task.rates, phase.spec.lr) if phase.rate is None else phase.rate
+            whole = replace(phase, rate=rate, on_step=self.after_step, on_epoch=self.after_epoch)
+            inputs, private = None if once else self.task.inputs, self._private(phase.spec, len(y))
+            return train(model, x, y, whole, inputs, self.generator(phase.draws), held=held, private=private)
 
     def _trains_head_alone(self, phase: Phase, held: list[nn.Module]) -> bool:
         """Return whether all epochs of a phase see the same representations, and its loss depends on these alone."""

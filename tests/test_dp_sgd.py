@@ -26,7 +26,7 @@ from fedapp.learning import dp_sgd
 from fedapp.learning.dp_sgd import NoisySteps
 from fedapp.learning.releases import Ledger, Releaser
 from fedapp.learning.state import ClientStore, StateError
-from fedapp.learning.training import train
+from fedapp.learning.training import Phase, train
 from fedapp.method import Reply
 from fedapp.models import build_model
 from fedapp.transport.traffic import RoundFailed
@@ -392,9 +392,9 @@ def test_a_model_is_as_it_was_after_private_training() -> None:
     inputs = InputSpec((2, 8, 8), 255.0, (0.5, 0.5), (0.5, 0.5))
     before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     report = train(
-        model, x, y, short(local_epochs=3, augment="weak"), inputs,
-        lambda b: nn.functional.cross_entropy(model(b.x), b.y), torch.Generator(),
-        private=NoisySteps(1 / 8, 8, 1.0, 1.0, seeded(0)),
+        model, x, y,
+        Phase(lambda b: nn.functional.cross_entropy(model(b.x), b.y), short(local_epochs=3, augment="weak")),
+        inputs, torch.Generator(), private=NoisySteps(1 / 8, 8, 1.0, 1.0, seeded(0)),
     )  # fmt: skip
     assert report.steps == 24 and 0 < report.samples < 24
     assert all(not torch.equal(a, before[n]) for n, a in model.state_dict().items())
@@ -409,8 +409,8 @@ def test_a_loss_that_is_not_finite_says_nothing() -> None:
     model = nn.Sequential(nn.Flatten(), layer)
     x, y = torch.tensor([[1.0, 2, 3, 4], [1, 1, 1, math.inf]]), torch.tensor([0, 1])
     report = train(
-        model, x[:, None], y, short(local_epochs=2), InputSpec((1, 4), 1.0, (0.0,), (1.0,), kind="series"),
-        lambda b: nn.functional.cross_entropy(model(b.x), b.y), torch.Generator(),
+        model, x[:, None], y, Phase(lambda b: nn.functional.cross_entropy(model(b.x), b.y), short(local_epochs=2)),
+        InputSpec((1, 4), 1.0, (0.0,), (1.0,), kind="series"), torch.Generator(),
         private=NoisySteps(1.0, 1, 1.0, 1.0, seeded(0)),
     )  # fmt: skip
     assert math.isnan(report.loss) and report.steps == 2

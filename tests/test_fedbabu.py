@@ -21,7 +21,7 @@ from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest, counted
 from fedapp.learning.state import read_safetensors
 from fedapp.learning.task import ModelSpec
-from fedapp.learning.training import train
+from fedapp.learning.training import Phase, train
 from fedapp.method import ALL, BaseHParams, Payload
 from fedapp.models import SplitModel, selection
 from fedapp.results import report
@@ -132,8 +132,8 @@ def test_fine_tuning_trains_a_copy_of_what_was_received(tune: str) -> None:
     model = FedBABUClient.build_model(TASK.spec(9), FedBABUHParams())
     kept = [p for n, p in model.named_parameters() if n.startswith(parts)]
     spec = TASK.train.replaced(local_epochs=2, lr=0.05 / 100)
-    train(model, TASK.x_train, TASK.y_train, spec, TASK.inputs, lambda b: made.cross_entropy(model(b.x), b.y),
-          made.generator("tune"), parameters=kept)  # fmt: skip
+    phase = Phase(lambda b: made.cross_entropy(model(b.x), b.y), spec, parameters=lambda: kept)
+    train(model, TASK.x_train, TASK.y_train, phase, TASK.inputs, made.generator("tune"))
     found, wanted = selection.everything(made.tuned), selection.everything(model)
     for name in found:  # a head alone is trained on representations that were computed once, in larger batches
         np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=1e-7 if tune == "head" else 0, err_msg=name)

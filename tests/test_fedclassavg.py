@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from clients.fedclassavg import FedClassAvgClient, FedClassAvgHParams
 from fedapp import sampling
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
-from fedapp.learning.training import Batch
+from fedapp.learning.training import Batch, Phase
 from fedapp.method import ALL, HEAD, Arrays, Reply
 from fedapp.models import SplitModel
 from fedapp.models.selection import everything
@@ -319,17 +319,17 @@ def warmups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     true = base.train
 
-    def train(model: Any, x: Any, y: Any, spec: Any, *args: Any, **others: Any) -> Any:
+    def train(model: Any, x: Any, y: Any, phase: Phase, inputs: Any, generator: Any, **others: Any) -> Any:
         expected = sampling.torch_generator(1, "warm-up", 1, 0).initial_seed()
-        if args[-1].initial_seed() != expected:  # the same whenever it is computed
-            return true(model, x, y, spec, *args, **others)
-        client = args[1].__self__
-        rate = (client.task.rates or (spec.lr,))[0]  # of round 1, whenever it is computed
-        assert [others[name] for name in ("views", "betas", "rate")] == [2, (0.5, 0.999), rate]
+        if generator.initial_seed() != expected:  # the same whenever it is computed
+            return true(model, x, y, phase, inputs, generator, **others)
+        client = cast(Any, phase.loss).__self__
+        rate = (client.task.rates or (phase.spec.lr,))[0]  # of round 1, whenever it is computed
+        assert (phase.views, phase.betas, phase.rate) == (2, (0.5, 0.999), rate)
         reference = client.received_head
         assert reference and not any(p.requires_grad for p in reference), "no gradient, and none is kept for it"
-        found.append(spec.local_epochs)
-        return true(model, x, y, spec, *args, **others)
+        found.append(phase.spec.local_epochs)
+        return true(model, x, y, phase, inputs, generator, **others)
 
     monkeypatch.setattr(base, "train", train)
     return found

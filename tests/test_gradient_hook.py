@@ -76,7 +76,7 @@ def test_only_a_client_that_defines_the_hook_pays_for_it(defined: bool, monkeypa
     original = training.train
 
     def train(*args: Any, **further: Any) -> Any:
-        given.append(further["on_gradients"])
+        given.append(args[3].on_gradients)
         return original(*args, **further)
 
     monkeypatch.setattr("clients.base.train", train)

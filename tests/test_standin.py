@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fedapp import registry
 from fedapp.data.transforms import AUGMENTATIONS, InputSpec
-from fedapp.learning.training import train
+from fedapp.learning.training import Phase, train
 from fedapp.models import build_model
 from fedapp.process import hand_over
 from tests.handmade import short
@@ -118,7 +118,7 @@ def test_a_training_on_a_gpu_waits_once(kind: str) -> None:
 
     def once() -> None:
         train(
-            model, x, y, spec, inputs, lambda batch: F.cross_entropy(model(batch.x), batch.y),
+            model, x, y, Phase(lambda batch: F.cross_entropy(model(batch.x), batch.y), spec), inputs,
             torch.Generator().manual_seed(0),
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedapp.data.transforms import InputSpec, augment
-from fedapp.learning.training import Batch, TrainReport, batch_slices, epoch_batches, make_optimizer, train
+from fedapp.learning.training import Batch, Phase, TrainReport, batch_slices, epoch_batches, make_optimizer, train
 from fedapp.models import build_model
 from fedapp.settings import TrainingSettings
 from tests.handmade import short
@@ -38,7 +38,8 @@ def network(seed: int = 1) -> nn.Sequential:
 def go(model: nn.Module, spec: TrainingSettings, seed: int = 5, n: int = 50, **further: object) -> TrainReport:
     x, y = data(n)
     generator = torch.Generator().manual_seed(seed)
-    return train(model, x, y, spec, INPUTS, lambda b: F.cross_entropy(model(b.x), b.y), generator, **further)  # type: ignore[arg-type]
+    phase = Phase(lambda b: F.cross_entropy(model(b.x), b.y), spec, **further)  # type: ignore[arg-type]
+    return train(model, x, y, phase, INPUTS, generator)
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -179,7 +180,7 @@ def test_only_the_chosen_parameters_are_trained_and_clipped() -> None:
     head, trunk = model[3], model[1]
     before = copy.deepcopy(model.state_dict())
     spec = short(batch_size=100, lr=1.0, momentum=0.0, clip=0.01)
-    go(model, spec, parameters=head.parameters())
+    go(model, spec, parameters=head.parameters)
     after = model.state_dict()
     assert all(torch.equal(before[f"1.{n}"], p) for n, p in trunk.named_parameters())
     change = torch.cat([(after[f"3.{n}"] - before[f"3.{n}"]).flatten() for n, _ in head.named_parameters()])
@@ -193,7 +194,7 @@ def test_a_frozen_parameter_stays_even_under_weight_decay() -> None:
     before = model[1].weight.clone()
     go(model, SGD)
     assert torch.equal(before, model[1].weight)
-    go(model, SGD, parameters=list(model.parameters()))
+    go(model, SGD, parameters=lambda: list(model.parameters()))
     assert torch.equal(before, model[1].weight)
 
 
@@ -261,7 +262,7 @@ def batches(spec: TrainingSettings, views: int, n: int = 20) -> list[Batch]:
         return F.cross_entropy(model(batch.x), batch.y)
 
     x, y = data(n)
-    train(model, x, y, spec, INPUTS, loss, torch.Generator().manual_seed(1), views=views)
+    train(model, x, y, Phase(loss, spec, views=views), INPUTS, torch.Generator().manual_seed(1))
     return seen
 
 
@@ -347,7 +348,7 @@ def test_precision_is_that_of_the_forward_pass(precision: str, dtype: torch.dtyp
         return F.cross_entropy(logits.float(), batch.y)
 
     x, y = data()
-    train(model, x, y, short(precision=precision), INPUTS, loss, torch.Generator().manual_seed(1))
+    train(model, x, y, Phase(loss, short(precision=precision)), INPUTS, torch.Generator().manual_seed(1))
     assert set(seen) == {dtype}
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
@@ -362,9 +363,8 @@ def test_epochs_are_announced_when_they_end() -> None:
 
     x, y = data(20)
     spec = short(local_epochs=2, batch_size=10)
-    report = train(
-        model, x, y, spec, INPUTS, loss, torch.Generator().manual_seed(1), on_epoch=lambda e: steps.append(f"end {e}")
-    )
+    phase = Phase(loss, spec, on_epoch=lambda e: steps.append(f"end {e}"))
+    report = train(model, x, y, phase, INPUTS, torch.Generator().manual_seed(1))
     assert steps == ["step", "step", "end 0", "step", "step", "end 1"]
     assert 0 < report.seconds < 60
 
@@ -391,4 +391,4 @@ def test_a_loss_that_is_not_finite_says_what_to_lower(value: float) -> None:
     x, y = data()
     spec = short(batch_size=16, lr=0.25, local_epochs=1)
     with pytest.raises(FloatingPointError, match=rf"loss is {value} after 3 steps: lower lr \(now 0.25\), or set clip"):
-        train(model, x, y, spec, INPUTS, lambda b: model(b.x).sum() * 0 + value, torch.Generator())
+        train(model, x, y, Phase(lambda b: model(b.x).sum() * 0 + value, spec), INPUTS, torch.Generator())

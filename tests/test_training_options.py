@@ -489,14 +489,14 @@ def test_the_training_loss_is_what_the_optimizer_minimised(
     found: list[tuple[int, int, float]] = []
     original, run_phases = training.train, FedClient.run_phases
 
-    def train(model: Any, x: Any, y: Any, spec: Any, inputs: Any, step_loss: Any, *args: Any, **further: Any) -> Any:
+    def train(model: Any, x: Any, y: Any, phase: Any, *args: Any, **further: Any) -> Any:
         def seen(batch: Any) -> Any:
-            loss = step_loss(batch)
+            loss = phase.loss(batch)
             loss.register_hook(lambda gradient: losses.append((float(loss.detach()), len(batch.y))))
             return loss
 
         losses.clear()
-        return original(model, x, y, spec, inputs, seen, *args, **further)
+        return original(model, x, y, replace(phase, loss=seen), *args, **further)
 
     def watched(self: FedClient) -> Any:
         report = run_phases(self)

@@ -113,10 +113,16 @@ class Phase:
     prefixes : dotted prefixes of the parameters that are trained, see `trained_alone`.
     draws : purpose of the generator that draws the batches; phases of one purpose see the same batches in a round.
     model : what is trained; None = the client's model. Several models are an `nn.ModuleList`.
-    parameters : returns the parameters of the optimizer, in groups where they are clipped apart; None = all.
+    parameters : returns the parameters of the optimizer, as PyTorch's optimizers take them: in groups, such as one per
+        model, each group is clipped by itself. Those that require no gradient are left out. None = all of the model.
     rows : samples x (n, H, W, C) uint8 and labels y (n,); None = the training split. The report of a round is that of
         the phases on the training split.
-    views, betas, on_gradients : see `train`.
+    views : independent augmentations per image.
+    betas : decay rates of the moments, for optimizers that have them.
+    on_gradients : called in each step with all trained tensors, after the backward pass and before clipping and the
+        optimizer's step, which adds weight decay.
+    on_step : called after each step of the optimizer with its batch.
+    on_epoch : called after each epoch with its number from 0.
     """
 
     loss: Callable[[Batch], Tensor]
@@ -130,6 +136,8 @@ class Phase:
     views: int = 1
     betas: tuple[float, float] = BETAS
     on_gradients: Callable[[list[Tensor]], None] | None = None
+    on_step: Callable[[Batch], None] | None = None
+    on_epoch: Callable[[int], None] | None = None
 
 
 @contextlib.contextmanager
@@ -294,42 +302,24 @@ def train(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    spec: TrainingSettings,
+    phase: Phase,
     inputs: InputSpec | None,
-    step_loss: Callable[[Batch], Tensor],
     generator: torch.Generator,
     *,
-    parameters: ParamsT | None = None,
-    views: int = 1,
-    betas: tuple[float, float] = BETAS,
-    on_step: Callable[[Batch], None] | None = None,
-    on_epoch: Callable[[int], None] | None = None,
-    on_gradients: Callable[[list[Tensor]], None] | None = None,
     held: Iterable[nn.Module] = (),
     private: NoisySteps | None = None,
-    rate: float | None = None,
 ) -> TrainReport:
-    """Train `model` in place.
+    """Train `model` in place by the loss and the settings of one phase.
 
     Parameters
     ----------
     model : on the device of `x`; left in training mode, but for `held`.
     x : (n, H, W, C) uint8.   y : (n,) int64.
-    spec : the settings.   inputs : how `x` is normalised; None = not at all, without augmentation.
-    step_loss : the method's loss of one batch, a scalar tensor.
+    phase : its `model`, `rows`, `prefixes` and `draws` are the caller's matter.
+    inputs : how `x` is normalised; None = not at all, without augmentation.
     generator : draws the order of an epoch, then the views of each batch; its seed also seeds dropout.
-    parameters : what is trained, as far as it requires a gradient; default all parameters of the model. As PyTorch's
-        optimizers take them: in groups, such as one per model, each group is clipped by itself.
-    views : independent augmentations per image.
-    betas : decay rates of the moments, for optimizers that have them.
-    on_step : called after each step of the optimizer with its batch.
-    on_epoch : called after each epoch with its number from 0.
-    on_gradients : called in each step with all trained tensors, after the backward pass and before clipping and the
-        optimizer's step, which adds weight decay.
     held : parts of the model that stay in evaluation mode.
     private : draws the images of each step and noises their gradients (DP-SGD); nothing is drawn from `generator` then.
-
-    rate : learning rate of the round; default `lr`.
 
     Returns
     -------
@@ -338,14 +328,15 @@ def train(
     Raises
     ------
     FloatingPointError : the mean loss is not finite; the message says which setting to lower.
-    BadRequest : `spec` names an optimizer, an argument or a schedule that is not valid.
+    BadRequest : the settings name an optimizer, an argument or a schedule that is not valid.
     """
-    report = TrainReport()
-    epochs, rate = spec.local_epochs, spec.lr if rate is None else rate
+    report, spec = TrainReport(), phase.spec
+    epochs, rate = spec.local_epochs, spec.lr if phase.rate is None else phase.rate
     if len(y) == 0 or epochs < 1:
         return report
     device = next(model.parameters()).device
-    optimizer = make_optimizer(model.parameters() if parameters is None else parameters, spec, betas, rate)
+    parameters = model.parameters() if phase.parameters is None else phase.parameters()
+    optimizer = make_optimizer(parameters, spec, phase.betas, rate)
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad]
     trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -372,17 +363,17 @@ def train(
             for raw, labels, index in batches:
                 optimizer.zero_grad(set_to_none=True)
                 if len(labels):  # a draw of DP-SGD may be empty
-                    pictures = _views(raw, inputs, spec.augment, generator, views)
+                    pictures = _views(raw, inputs, spec.augment, generator, phase.views)
                     batch = Batch(pictures[0], labels, pictures, index)
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=spec.precision == "bf16"):
-                        loss = step_loss(batch)
+                        loss = phase.loss(batch)
                     loss.backward()  # type: ignore[no-untyped-call]
                     # The sum stays on the device: reading a number here would make every step wait for it.
                     total += loss.detach() * len(labels)
                 if private is not None:
                     private.replace(trained, len(labels), len(y))
-                if on_gradients is not None:
-                    on_gradients(trained)
+                if phase.on_gradients is not None:
+                    phase.on_gradients(trained)
                 if spec.clip > 0:
                     for group in optimizer.param_groups:
                         nn.utils.clip_grad_norm_(group["params"], spec.clip)
@@ -392,10 +383,10 @@ def train(
                 optimizer.step()
                 report.steps += 1
                 report.samples += len(labels)
-                if on_step is not None and len(labels):
-                    on_step(batch)
-            if on_epoch is not None:
-                on_epoch(epoch)
+                if phase.on_step is not None and len(labels):
+                    phase.on_step(batch)
+            if phase.on_epoch is not None:
+                phase.on_epoch(epoch)
     report.seconds = time.perf_counter() - started
     if report.samples:
         report.loss = float(total) / report.samples
