@@ -1,4 +1,4 @@
-"""The built site: no warning, no broken link or picture, and guides first in the search."""
+"""The built site: no warning, no broken link or picture, no page wider than a phone, and what a search finds first."""
 
 from __future__ import annotations
 
@@ -6,16 +6,56 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
+import threading
+from collections.abc import Iterator
+from functools import cache, partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 import pytest
 
 from tests.readme import ROOT
+from tests.test_browser import chromium  # noqa: F401
 
 pytestmark = pytest.mark.full
+QUERIES = {
+    "quickstart": "quickstart/",
+    "tutorial": "tutorials/",
+    "cite": "citing/",
+    "glossary": "glossary/",
+    "received": "scores/",
+    "trained": "scores/",
+    "balanced": "scores/",
+    "how much privacy": "privacy/",
+    "add a method": "own-method/",
+    "heterogeneous models": "choosing/",
+    "csv": "own-data/",
+    "out of memory": "simulation/",
+}
+"""What readers type into the search, and the page that it must find first."""
+FOUND = """async queries => {
+  const { base, search } = JSON.parse(document.querySelector('#__config').textContent);
+  const index = await (await fetch(new URL('search/search_index.json', new URL(base, location)))).json();
+  const worker = new Worker(new URL(search, location));
+  const reply = message => new Promise(done => {
+    worker.onmessage = event => done(event.data.data);
+    worker.postMessage(message);
+  });
+  await reply({ type: 0, data: { ...index, options: {} } });
+  const found = {};
+  for (const query of queries) found[query] = (await reply({ type: 2, data: query })).items[0]?.[0].location;
+  return found;
+}"""
+"""The first page for each query, by the site's own search program; its messages are 0: set up, 2: query."""
+
+
+class Silent(SimpleHTTPRequestHandler):
+    """A server of files that prints nothing."""
+
+    def log_message(self, *_: Any) -> None: ...
 
 
 class Page(HTMLParser):
@@ -48,6 +88,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Serve the site on loopback."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
 def broken(site: Path, file: Path) -> list[str]:
     """Return the targets of a page that lead nowhere within the site."""
     found = []
@@ -75,3 +124,26 @@ def test_guides_come_before_modules_in_the_search(site: Path) -> None:
     assert boosts["scores/"] == boosts["methods/ccvr/"] == boosts["api/"] == 2
     assert boosts["api/fedapp.results.loading/"] == 0.5
     assert not [place for place in boosts if place.startswith("api/fedapp.core")]
+
+
+def test_twelve_queries_find_their_pages_first(address: str, chromium: Any) -> None:  # noqa: F811
+    tab = chromium.new_page()
+    tab.goto(address, timeout=180_000)
+    found = tab.evaluate(FOUND, list(QUERIES))
+    tab.close()
+    assert not {query: place for query, place in found.items() if not str(place).startswith(QUERIES[query])}
+
+
+def test_no_page_is_wider_than_a_phone_or_loads_from_elsewhere(site: Path, address: str, chromium: Any) -> None:  # noqa: F811
+    places = [str(f.parent.relative_to(site)) for f in site.rglob("index.html")]
+    written = sorted(p for p in places if not p.startswith("api/"))
+    assert len(written) > 70
+    tab, wrong = chromium.new_page(viewport={"width": 390, "height": 800}), []
+    tab.on("console", lambda message: wrong.append(f"{tab.url}: {message.text}"))
+    tab.on("request", lambda request: request.url.startswith((address, "data:")) or wrong.append(request.url))
+    for place in written:
+        tab.goto(f"{address}{place}/", timeout=180_000)
+        if (wide := tab.evaluate("document.documentElement.scrollWidth")) > 390:
+            wrong.append(f"{place}: {wide} px")
+    tab.close()
+    assert not wrong
