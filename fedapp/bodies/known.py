@@ -176,6 +176,20 @@ def known(name: str, size: int = 0) -> Body:
     return replace(body, file=file, tokenizer=tokenizer, size=size or body.size)
 
 
+def chosen(name: str, stored: str = "", size: int = 0, **described: Any) -> Body:
+    """Return the body of a name: a known one, an ONNX file, or `module:function`; see :func:`own`.
+
+    Raises
+    ------
+    BadRequest : there is none, or an argument does not fit.
+    """
+    if name in NAMES or not (":" in name or "." in name):
+        if given := sorted(key for key, value in {"weights": stored, **described}.items() if value):
+            raise BadRequest(f"the body '{name}' has its own {given[0]}: leave it out")
+        return known(name, size)
+    return own(name, stored, size=size, **described)
+
+
 def own(
     source: str,
     stored: str = "",

@@ -320,12 +320,13 @@ def features(
     Labels, clients, splits and groups of the data are kept.
     """
     from fedapp import plugins
+    from fedapp.bodies import known
     from fedapp.engines import extraction
 
     plugins.look_beside(Path("run.toml"))
     given = extraction.source(data, text, collect({}, sets))
     described = {"mean": _levels("mean", mean), "std": _levels("std", std), "tokenizer": tokenizer, "tokens": tokens}
-    chosen = extraction.chosen(body, weights, size, **described)
+    chosen = known.chosen(body, weights, size, **described)
     with terminal.counting("rows") as progress:
         found = extraction.extract(given, chosen, out, workers, progress)
     about = found.about
