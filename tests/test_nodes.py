@@ -99,6 +99,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"client-id": 3, "data-path": "/x", "dp-delta": float("nan")}, "a number above 0"),
     ({"partition-id": 0, "num-partitions": 0}, "0 .. -1"),
     ({"client-id": 3, "data-path": "/x", "model": "resnet19"}, "did you mean 'resnet18'"),
+    ({"client-id": 3, "data-path": "/x", "features-text": "q"}, "features-text needs features-with"),
+    ({"partition-id": 0, "num-partitions": 2, "features-with": "minilm"}, "features-with needs data-path"),
 ]
 
 

@@ -23,8 +23,8 @@ from fedapp import __version__, process
 from fedapp.bodies.extractor import Extractor
 from fedapp.bodies.known import Body
 from fedapp.data import datasets, pictures, tables
-from fedapp.data.cache import file_identity
-from fedapp.data.columns import PARTS, Array, features_problem, own
+from fedapp.data.cache import cache_root, file_identity
+from fedapp.data.columns import BODY, PARTS, PLAIN, Array, features_problem, own
 from fedapp.data.dataset import Dataset
 from fedapp.errors import BadRequest
 from fedapp.files import atomic, explained, locked
@@ -64,6 +64,8 @@ class Source:
             own(self.place, {**columns, "x": np.ones((len(texts), 1), np.float32)})  # refuses wrong columns now
             return texts, columns
         data = datasets.load(self.name, self.place or None, self.settings)
+        if data.about:
+            raise BadRequest(f"{self.place} holds features of the body {data.about[BODY][:8]}: give raw samples")
         return data, _columns(data)
 
     @cached_property
@@ -73,6 +75,13 @@ class Source:
         columns = {name: column.tolist() for name, column in self.columns.items()}
         files = list(map(file_identity, self.pictures))
         return hashlib.sha256(json.dumps([rows, columns, files], sort_keys=True).encode()).hexdigest()
+
+    @property
+    def version(self) -> Any:
+        """What tells one version of the files from another, without reading them, and how they are read."""
+        if self.text:
+            return [self.text, self.settings.columns, file_identity(Path(self.place))]
+        return datasets.version(self.name, self.place, self.settings)
 
     @cached_property
     def pictures(self) -> list[Path]:
@@ -127,7 +136,9 @@ def of_files(place: Path, text: str, settings: DataSettings) -> Source:
     """
     if text and (place.suffix.lower() not in FORMS or not place.is_file()):
         raise BadRequest(f"{place} cannot have a column of texts: give a file that ends with one of {', '.join(FORMS)}")
-    return Source("" if text else datasets.source(place), str(place), settings, text)
+    # A run's other settings, such as the size of pictures, say nothing of raw samples.
+    reading = PLAIN.replaced(columns=settings.columns, layout=settings.layout, skip_bad=settings.skip_bad)
+    return Source("" if text else datasets.source(place), str(place), reading, text)
 
 
 @dataclass(frozen=True)
@@ -184,6 +195,28 @@ def extract(given: Source, body: Body, out: Path, made: Make, progress: Callable
             _write(out, columns, (rows, body.width), (chunks.read(n)[0] for n in range(len(chunks))))
             chunks.remove()
     return Extracted(out, rows, about, time.perf_counter() - began, there)
+
+
+def cached(given: Source, body: Body) -> Path:
+    """Return the file of features of own data in the cache of this machine; the first call extracts them.
+
+    Another process that extracts them is waited for, and the chunks of an interrupted one are used.
+
+    Raises
+    ------
+    BadRequest : source and body do not fit, or the cache cannot be written.
+    """
+    unfit = replace(body, pooling="", width=0)  # the same before and after the body first runs
+    text = json.dumps([given.name, given.version, unfit.digest], sort_keys=True)
+    out = cache_root() / "features" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
+    if not out.is_file():
+        with explained(f"cannot write {out.parent}", "set FEDAPP_CACHE to another folder"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+        with locked(out.with_suffix(".lock"), patience=-1):
+            if not out.is_file():
+                print(f"fedapp: the body '{body.name}' extracts features of {len(given)} rows, once", flush=True)
+                extract(given, body, out, in_turn, lambda done, rows: None)
+    return out
 
 
 def _sized(given: Source, body: Body) -> tuple[Source, Body]:

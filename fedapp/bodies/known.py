@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 from fedapp import plugins
 from fedapp.data.columns import BODY
-from fedapp.errors import BadRequest, raised, suggest_choice
+from fedapp.errors import BadRequest, is_number, listed, raised, suggest_choice
 from fedapp.lazy import nn, torch
 from fedapp.models import weights
 
@@ -128,6 +129,8 @@ _KNOWN = (
 """The known bodies; their files are named from the module that holds them on."""
 _TOKENIZER = "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"
 """SHA-256 of the tokenizer of `minilm`."""
+EXAMPLE = "'body.onnx size=128 mean=127 std=128', 'text.onnx tokenizer=tokenizer.json' or 'minilm'"
+"""Texts that :func:`of_text` reads."""
 NAMES = tuple(body.name for body in _KNOWN)
 """Names of the known bodies."""
 
@@ -188,6 +191,44 @@ def chosen(name: str, stored: str = "", size: int = 0, **described: Any) -> Body
             raise BadRequest(f"the body '{name}' has its own {given[0]}: leave it out")
         return known(name, size)
     return own(name, stored, size=size, **described)
+
+
+def levels(name: str, text: str) -> tuple[float, ...]:
+    """Return numbers with commas between them; `name` is that of their argument, for messages."""
+    if not listed(text) or not all(map(is_number, listed(text))):
+        raise BadRequest(f"{name} {text}: write a number, or one for each channel, as in 123.675,116.28,103.53")
+    return tuple(map(float, listed(text)))
+
+
+def of_text(text: str, about: Mapping[str, Any] | None = None) -> Body:
+    """Return the body of one text, such as ``body.onnx size=128 mean=127 std=128``.
+
+    Parameters
+    ----------
+    text : the name, then arguments of :func:`chosen`; one with blanks stands in quotation marks.
+    about : what a file of features says of its body (`Body.about`); arguments that the text lacks are taken from it.
+
+    Raises
+    ------
+    BadRequest : the text is not of this form; there is no such body, or an argument does not fit.
+    """
+    try:
+        name, *words = shlex.split(text)
+    except ValueError:
+        raise BadRequest(f"the body '{text}' is not of the form BODY key=value, such as {EXAMPLE}") from None
+    taken = ("size",) if name in NAMES else ("size", "mean", "std", "tokens")
+    given = {key: found for key in taken if (found := (about or {}).get(key))}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in ("mean", "std"):
+            given[key] = levels(f"the body '{name}': {key}", value)
+        elif key in ("weights", "tokenizer") and value:
+            given[key] = value
+        elif key in ("size", "tokens") and value.isdecimal():
+            given[key] = int(value)
+        else:
+            raise BadRequest(f"the body '{name}': '{word}' is none of its arguments: write them as in {EXAMPLE}")
+    return chosen(name, given.pop("weights", ""), given.pop("size", 0), **given)
 
 
 def own(

@@ -13,7 +13,7 @@ from fedapp import __version__
 from fedapp.cli import deployment, listing
 from fedapp.cli.options import Application, Commands, Set, collect
 from fedapp.cli.printing import show
-from fedapp.errors import BadRequest, is_number, listed
+from fedapp.errors import BadRequest, listed
 from fedapp.files import explained
 from fedapp.results import terminal
 from fedapp.results.terminal import echo, print_anything
@@ -291,13 +291,6 @@ def compare(
     raise typer.Exit(code)
 
 
-def _levels(option: str, text: str) -> tuple[float, ...]:
-    """Return the numbers of an option, with commas between them."""
-    if not all(map(is_number, listed(text))):
-        raise BadRequest(f"--{option} {text}: write a number, or one for each channel, as in 123.675,116.28,103.53")
-    return tuple(map(float, listed(text)))
-
-
 @app.command(rich_help_panel="Run")
 def features(
     data: Annotated[str, typer.Argument(help="data set, or a file or folder of your own data", metavar="DATA")],
@@ -325,8 +318,8 @@ def features(
 
     plugins.look_beside(Path("run.toml"))
     given = extraction.source(data, text, collect({}, sets))
-    described = {"mean": _levels("mean", mean), "std": _levels("std", std), "tokenizer": tokenizer, "tokens": tokens}
-    chosen = known.chosen(body, weights, size, **described)
+    levels = {name: known.levels(f"--{name}", text) for name, text in (("mean", mean), ("std", std)) if text}
+    chosen = known.chosen(body, weights, size, **levels, tokenizer=tokenizer, tokens=tokens)
     with terminal.counting("rows") as progress:
         found = extraction.extract(given, chosen, out, workers, progress)
     about = found.about

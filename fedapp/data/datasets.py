@@ -203,6 +203,13 @@ def load(name: str, data_dir: str | Path | None = None, settings: DataSettings =
     return found
 
 
+def version(name: str, place: str, settings: DataSettings) -> Mapping[str, Any]:
+    """Return what tells one version of a node's own files from another: nothing is read but their names and times."""
+    root = Path(place).expanduser()
+    with readable_at(root):
+        return _find(name, root, settings, node=True)[0]
+
+
 def latest(name: str, data_dir: str | Path | None = None, settings: DataSettings = PLAIN) -> Dataset:
     """Return a data set as this process last loaded it, without a look at its files: there may be very many.
 

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fedapp import plugins, registry
+from fedapp.bodies import extraction
+from fedapp.bodies.known import Body, of_text
 from fedapp.config import RunConfig, check_node
 from fedapp.core.privacy import Privacy
 from fedapp.data import datasets, natural, partitions
@@ -83,6 +85,13 @@ class Node(BaseModel):
         "folder with exactly one of them, a table (`.csv`, `.parquet`), or a folder of pictures (`<class>/*`, or "
         "`train/<class>/*`, `test/<class>/*`)",
     )
+    features_with: Text = Field(
+        "",
+        description="pretrained body that turns the raw samples of `data-path` into features, once, before the node "
+        "registers: `minilm`, or a file with the arguments of `fedapp features`, such as `'body.onnx size=128 mean=127 "
+        "std=128'`; the run's model is `identity` ([a frozen body](frozen.md))",
+    )
+    features_text: Text = Field("", description="column of texts, if the raw samples are texts in a table")
     data_dir: Text = Field(
         "",
         description="folder of common data sets: the one of a demonstration, or the public data set of methods such as "
@@ -168,6 +177,9 @@ class Node(BaseModel):
         for key in config:
             if key not in fields:
                 raise BadRequest(f"node-config: unknown key '{key}'{suggest_choice(key, fields)}")
+        for key, needed in (("features-text", "features-with"), ("features-with", "data-path")):
+            if key in config and needed not in config:
+                raise BadRequest(f"node-config: {key} needs {needed}")
         if "data-path" in config:
             if "client-id" not in config:
                 raise BadRequest("node-config: data-path needs client-id, a number that no other node has")
@@ -346,7 +358,9 @@ class OwnDataError(BadRequest):
 
 
 @functools.lru_cache(maxsize=2)
-def own_data(path: str, classes: tuple[str, ...] | None, settings: DataSettings = PLAIN) -> OwnData:
+def own_data(
+    path: str, classes: tuple[str, ...] | None, settings: DataSettings = PLAIN, body: str = "", text: str = ""
+) -> OwnData:
     """Load a node's own data.
 
     Parameters
@@ -356,10 +370,11 @@ def own_data(path: str, classes: tuple[str, ...] | None, settings: DataSettings 
     settings : how the data are read, and the share of rows that validate where the data do not say which do. Where the
         run's data set is a published one, its normalisation is used, so that all nodes have the same; otherwise, and
         with `normalise = client`, mean and standard deviation of the node's training rows, which stay on the node.
+    body, text : `features-with` and `features-text`.
 
     Raises
     ------
-    BadRequest : nothing there, or `normalise = data`.
+    BadRequest : nothing there, no such body, or `normalise = data`.
     OwnDataError : unreadable, or a class that the federation does not know.
     """
     if settings.normalise == "data":
@@ -369,19 +384,23 @@ def own_data(path: str, classes: tuple[str, ...] | None, settings: DataSettings 
     place = Path(path).expanduser()
     if not is_there(place):
         raise BadRequest(f"data-path {place} does not exist on this node: mount or copy the data there")
+    extracts = of_text(body) if body else None
     try:
-        return _read(place, classes, settings)
+        return _read(place, classes, settings, extracts, text)
     except Exception as e:
         raise OwnDataError(
             str(e) if isinstance(e, BadRequest) else f"data-path {place}: {type(e).__name__}: {e}"
         ) from e
 
 
-def _read(place: Path, classes: tuple[str, ...] | None, settings: DataSettings) -> OwnData:
+def _read(
+    place: Path, classes: tuple[str, ...] | None, settings: DataSettings, body: Body | None, text: str
+) -> OwnData:
     dataset = settings.dataset
-    data = datasets.load(datasets.source(place), place, settings, node=True)
-    if data.skipped:
-        warnings.warn(f"left out because they cannot be used: {plain(', '.join(data.skipped))}", stacklevel=2)
+    file = place if body is None else extraction.cached(extraction.of_files(place, text, settings), body)
+    data = datasets.load(datasets.source(file), file, settings, node=True)
+    if skipped := data.skipped or data.about.get("left-out"):
+        warnings.warn(f"left out because they cannot be used: {plain(', '.join(skipped))}", stacklevel=2)
     table = np.arange(data.num_classes)
     if classes is not None:
         foreign = [name for name in data.classes if name not in classes]
@@ -419,6 +438,12 @@ def _read(place: Path, classes: tuple[str, ...] | None, settings: DataSettings) 
     return OwnData(labelled, classes or data.classes, inputs, groups)
 
 
+def _other_model(model: str) -> BadRequest:
+    return BadRequest(
+        f"this node's data are features of a pretrained body, and the run's model is {model}: set model = {IDENTITY}"
+    )
+
+
 def node_task(config: RunConfig, node: Node, device: torch.device, images: int = partitions.UNION) -> Task:
     """Return the task of a real node; `extras["classes"]` holds the names of the classes.
 
@@ -428,6 +453,9 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
     ------
     BadRequest : the data or the architecture do not fit.
     """
+    model = node.model or config.model.name_of(node.client)
+    if node.features_with and model != IDENTITY:
+        raise _other_model(model)
     if node.model:
         config = config.replaced(weights="", freeze="")  # those of the run are for its own model
     elif node.weights_dir and config.model.weights:
@@ -436,7 +464,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
         folder = str(Path(node.data_dir).expanduser().absolute()) if node.data_dir else ""
         config = config.replaced(data_dir=folder)
     if node.own:
-        data = own_data(node.data_path, federation_classes(config), config.data)
+        data = own_data(node.data_path, federation_classes(config), config.data, node.features_with, node.features_text)
         inputs = simulated.with_weights(config, data.inputs)
         public = node_images(config, data.inputs)
         extras: dict[str, Any] = {} if public is None else {"public": torch.from_numpy(public).to(device)}
@@ -450,10 +478,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
         classes = simulated.federated(config, total).dataset.classes
     task = replace(task, model=node.model or task.model, extras={**task.extras, "classes": classes})
     if task.inputs.body and task.model != IDENTITY:
-        raise BadRequest(
-            f"this node's data are features of a pretrained body, and the run's model is {task.model}: set model = "
-            f"{IDENTITY}"
-        )
+        raise _other_model(task.model)
     if node.own or node.model:
         check_model(task.model, task.inputs.shape)
     return task
