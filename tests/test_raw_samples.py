@@ -87,7 +87,7 @@ def test_a_node_extracts_once_and_another_body_is_never_added(tmp_path: Path, mo
     ("given", "message"),
     [
         ({"features-with": "no.onnx"}, "the body 'no.onnx' is not an ONNX file"),
-        ({"features-with": "{body} mean=127 std=128 side=3"}, "'side=3' is none of its arguments: write them as in"),
+        ({"features-with": "{body} mean=127 std=128 side=3"}, "does not take 'side=3': write it as in"),
         ({"features-with": "{body} mean=a std=128"}, "mean a: write a number"),
         ({"features-with": "'{body}"}, "is not of the form BODY key=value"),
         ({"features-with": "{body}"}, "give size, and mean and std in grey levels"),

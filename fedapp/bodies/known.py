@@ -227,7 +227,7 @@ def of_text(text: str, about: Mapping[str, Any] | None = None) -> Body:
         elif key in ("size", "tokens") and value.isdecimal():
             given[key] = int(value)
         else:
-            raise BadRequest(f"the body '{name}': '{word}' is none of its arguments: write them as in {EXAMPLE}")
+            raise BadRequest(f"the body '{name}' does not take '{word}': write it as in {EXAMPLE}")
     return chosen(name, given.pop("weights", ""), given.pop("size", 0), **given)
 
 
