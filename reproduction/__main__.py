@@ -28,6 +28,7 @@ STUDIES = {
     "attacks": "accuracy of honest clients by attack, rule and method: docs/robustness.md",
     "choosing": "all methods on seven settings: docs/choosing.md",
     "frozen": "heads on frozen pretrained features, in one exchange: docs/frozen.md",
+    "frozen_gradient": "heads trained in rounds on the same features: docs/frozen.md",
     "har": "methods on 30 persons' movements: docs/har.md",
     "har_plain": "FedPer on HAR in plain PyTorch, a check of docs/har.md",
     "heads": "heads in closed form on one extractor: docs/methods/fed3r.md",

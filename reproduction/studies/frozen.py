@@ -34,9 +34,9 @@ from fedapp.data import datasets
 from fedapp.data.partitions import ClientSplit, Partition
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
-from fedapp.learning.state import read_safetensors
 from fedapp.results import statistics
 from fedapp.results.directory import write_text
+from fedapp.results.loading import load as load_model
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import DASH, spread, tally, worst
 from reproduction.studies.choosing import DOCS, UNMEASURED, named
@@ -47,12 +47,15 @@ Scores = dict[str, float]
 CHOOSING = "lda, choose"
 HEADS = ("fed3r", "lda", CHOOSING, "fedncm", "fedcof")
 """Methods with `personal=true`, and one with `choose=true`."""
+OF_TEXTS = (*HEADS, "qda")
 SHOWN = ("fed3r", "lda")
 """Heads of the first table, the same two in every setting."""
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 """Penalties of logistic regression, of which rows held out of the training rows choose one for each data set."""
 OWN_SHRINK = 0.3
 """Share of the mean variance in the covariance of a client's own discriminant."""
+QUADRATIC = (0.7, 0.2)
+"""Of `qda`: share of the covariance within classes, and of the mean variance."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,9 @@ TWO = {"partition": "pathological", "classes_per_client": 2}
 SETTINGS = {
     "cifar10-20": Setting("CIFAR-10, 20 clients, Dirichlet 0.1", "cifar10", dealt(20)),
     "cifar10-100": Setting("CIFAR-10, 100 clients, Dirichlet 0.1", "cifar10", dealt(100)),
-    "banking77": Setting("Banking77, 20 clients, Dirichlet 0.1", "banking77", dealt(20)),
-    "clinc150": Setting("CLINC150, ten domains as clients", "clinc150", {"partition": "by-client"}),
-    "clinc150-20": Setting("CLINC150, 20 clients, Dirichlet 0.1", "clinc150", dealt(20)),
+    "banking77": Setting("Banking77, 20 clients, Dirichlet 0.1", "banking77", dealt(20), OF_TEXTS),
+    "clinc150": Setting("CLINC150, ten domains as clients", "clinc150", {"partition": "by-client"}, OF_TEXTS),
+    "clinc150-20": Setting("CLINC150, 20 clients, Dirichlet 0.1", "clinc150", dealt(20), OF_TEXTS),
     "fashion-20": Setting("Fashion-MNIST, 20 clients, Dirichlet 0.1", "fashion_mnist", dealt(20)),
     "fashion-100": Setting("Fashion-MNIST, 100 clients, Dirichlet 0.1", "fashion_mnist", dealt(100)),
     "cifar10-20-skewed": Setting("CIFAR-10, 20 clients, Dirichlet 0.05", "cifar10", dealt(20, 0.05)),
@@ -103,6 +106,13 @@ for _name in GUARDED:
     for _guard, _values in GUARDS.items():
         _plain = SETTINGS[_name]
         SETTINGS[f"{_name}-{_guard}"] = Setting(_plain.title, _plain.file, {**_plain.values, **_values}, SUMMED)
+IN_ROUNDS = "-rounds"
+GRADIENT = ("local", "fedavg", "fedprox", "fedavgm", "scaffold", "fedclassavg", "cwfedavg", "fedgh")
+"""Methods of `frozen_gradient`."""
+ROUNDS = tuple(f"{name}{IN_ROUNDS}" for name in ("banking77", "clinc150", "cifar10-20"))
+for _name in ROUNDS:
+    _plain = SETTINGS[_name.removesuffix(IN_ROUNDS)]
+    SETTINGS[_name] = Setting(_plain.title, _plain.file, _plain.values, GRADIENT)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -163,6 +173,21 @@ def nearest_mean(b: Array) -> Array:
     return np.column_stack([means / np.linalg.norm(means, axis=1, keepdims=True), np.zeros(len(b))])
 
 
+def quadratic(x: Array, y: Array, new: Array) -> Array:
+    """Fit a Gaussian of each class, shrunk by `QUADRATIC`; return the classes of new rows, all equally likely."""
+    x, new, classes = x.astype(np.float64), new.astype(np.float64), np.unique(y)
+    parts = [x[y == c] - x[y == c].mean(axis=0) for c in classes]
+    within = sum(part.T @ part for part in parts) / (len(y) - len(classes))
+    share, shrink = QUADRATIC
+    logits = []
+    for c, part in zip(classes, parts):
+        sigma = (1 - share) * part.T @ part / (len(part) - 1) + share * within
+        sigma = (1 - shrink) * sigma + shrink * np.trace(sigma) / len(sigma) * np.eye(len(sigma))
+        apart = new - x[y == c].mean(axis=0)
+        logits.append(-(apart * np.linalg.solve(sigma, apart.T).T).sum(axis=1) - np.linalg.slogdet(sigma)[1])
+    return np.asarray(classes[np.argmax(logits, axis=0)])
+
+
 def predicted(head: Array, x: Array) -> Array:
     """Return the classes with the largest logit, (n,)."""
     found: Array = (x.astype(np.float64) @ head[:, :-1].T + head[:, -1]).argmax(axis=1)
@@ -211,13 +236,16 @@ class Central:
             self._logistic = best, float((found == y[test]).mean())
         return self._logistic
 
-    def head(self, method: str, summary: Mapping[str, Any]) -> Array | None:
-        """Return the head of a method's kind; None where there is none."""
+    def predicted(self, method: str, summary: Mapping[str, Any]) -> Array | None:
+        """Return the classes of the test rows by the head of a method's kind; None where there is none."""
+        rows, new = self.rows, self.rows.x[self.rows.test]
+        if method == "qda":
+            return quadratic(rows.x[rows.train], rows.y[rows.train], new)
         if method == "fed3r":
-            return ridge(self.a, self.b, summary["calibration"]["lam"])
+            return predicted(ridge(self.a, self.b, summary["calibration"]["lam"]), new)
         if method == "lda":
-            return discriminant(self.a, self.b, 0.1)
-        return nearest_mean(self.b) if method == "fedncm" else None
+            return predicted(discriminant(self.a, self.b, 0.1), new)
+        return predicted(nearest_mean(self.b), new) if method == "fedncm" else None
 
 
 def counts_of(right: Sequence[Array]) -> pd.DataFrame:
@@ -226,9 +254,14 @@ def counts_of(right: Sequence[Array]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["client", "correct", "total"]).set_index("client")
 
 
+def accuracies(counts: pd.DataFrame) -> pd.Series:
+    """Return each client's accuracy."""
+    return counts["correct"] / counts["total"]
+
+
 def of_clients(counts: pd.DataFrame, name: str = "own") -> Scores:
     """Return the mean over clients and over their worst tenth."""
-    accuracy = counts["correct"] / counts["total"]
+    accuracy = accuracies(counts)
     return {name: float(accuracy.mean()), "worst": worst(accuracy)[1]}
 
 
@@ -250,17 +283,15 @@ def of_the_server(
     done: RunResult, rows: Rows, clients: Sequence[ClientSplit], central: Central, private: bool
 ) -> Scores:
     """Return the scores of the head that a run's server made, the same for all clients."""
-    arrays, _ = read_safetensors(done.out / "models" / "last.safetensors")
-    head = np.column_stack([arrays["head.weight"], arrays["head.bias"]])
-    guess, truth = predicted(head, rows.x[rows.test]), rows.y[rows.test]
-    own = counts_of([predicted(head, rows.x[c.test]) == rows.y[c.test] for c in clients])
+    guess = np.full(len(rows.y), -1)
+    guess[rows.test] = load_model(done.out).predict(rows.x[rows.test]).argmax(axis=1)
+    right, truth = guess == rows.y, rows.y[rows.test]
     further = done.summary["metrics"]["global"]
-    scores = {"global": done.score("global"), "own": of_clients(own)["own"],
-              "recall": min(float((guess == truth)[truth == c].mean()) for c in np.unique(truth)),
+    scores = {"global": done.score("global"), "own": of_clients(counts_of([right[c.test] for c in clients]))["own"],
+              "recall": min(float(right[rows.test][truth == c].mean()) for c in np.unique(truth)),
               "auc": further["auc"]["mean"], "ece": further["ece"]["mean"]}  # fmt: skip
-    same = None if private else central.head(done.method, done.summary)
-    apart = {} if same is None else {"apart": float((predicted(same, rows.x[rows.test]) != guess).sum())}
-    return scores | apart
+    same = None if private else central.predicted(done.method, done.summary)
+    return scores if same is None else scores | {"apart": float((same != guess[rows.test]).sum())}
 
 
 def measure(
@@ -289,6 +320,10 @@ def measure(
         if not private:
             scores |= of_clients(delivered := done.headline_counts(), "shares")
             scores |= dict(zip(("gain", "same", "lose"), statistics.harm(delivered, counts["logistic"])))
+        if choose:
+            kept_own = done.summary["choice"]["own"]
+            misses = np.minimum(0, accuracies(delivered) - accuracies(counts["lda"]))
+            scores |= {"own_heads": float(kept_own), "harm": float(misses.mean())}
         found[name] = scores if choose else scores | of_the_server(done, rows, clients, central, private)
     sizes = [len(client.train) for client in clients]
     found["alone"] = {**of_clients(counts["logistic"]), "rows": float(np.median(sizes))}
@@ -314,7 +349,7 @@ def load(path: Path) -> Kept:
 
 def save(path: Path, kept: Kept) -> None:
     """Write scores in the order of settings, seeds and models."""
-    models = [*HEADS, *MODELS]
+    models = [*OF_TEXTS, *GRADIENT, *MODELS]
     order = sorted(kept, key=lambda key: ([*SETTINGS].index(key[0]), key[1], models.index(key[2])))
     lines = ({"setting": s, "seed": n, "model": m, "scores": kept[s, n, m]} for s, n, m in order)
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
@@ -444,7 +479,7 @@ def main() -> int:
     parser.add_argument("--doc", type=Path, default=DOCS / "frozen.md", help="(default: %(default)s)")
     args = parser.parse_args()
     try:
-        chosen = named(args.only, [*SETTINGS], "setting")
+        chosen = named(args.only, [name for name in SETTINGS if name not in ROUNDS], "setting")
         if args.features is not None:
             run_missing(chosen, args.seeds, args.features, args.out.expanduser().absolute(), args.kept)
         args.doc.write_text(page(args.doc.read_text(encoding="utf-8"), load(args.kept)), encoding="utf-8")

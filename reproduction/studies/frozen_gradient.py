@@ -1,0 +1,114 @@
+"""Heads that are trained in rounds, for docs/frozen.md: `python -m reproduction study frozen_gradient --features DIR`.
+
+On features of the settings `frozen.ROUNDS` every method trains a head for the same rounds, batches and epochs. The same
+search chooses the step of each: `fedapp compare --tune ... --on validation`, with the first seed. Then each seed trains
+on all training rows. The partition is that of seed 0, and clients' own models are those of `frozen`.
+
+Scores are lines of docs/frozen.jsonl. A method whose scores are there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedapp.data.partitions import Partition
+from fedapp.engines.local import run
+from fedapp.errors import BadRequest
+from fedapp.experiments.api import compare
+from fedapp.results import statistics
+from fedapp.results.loading import load as load_model
+from fedapp.results.runs import RunResult
+from reproduction.studies import frozen
+from reproduction.studies.choosing import DOCS, named
+from reproduction.studies.frozen import Rows, Scores
+
+SEEDS = 3
+STEPS = {"banking77": "0.1,0.3,1,3", "clinc150": "0.1,0.3,1,3", "cifar10": "0.003,0.01,0.03,0.1"}
+"""Learning rates of the search in each data set."""
+EVEN: dict[str, Any] = {
+    "dataset": "npz", "rounds": 20, "local_epochs": 1, "batch_size": 100, "partition_seed": 0, "keep_models": False,
+}  # fmt: skip
+
+
+def processor_seconds() -> float:
+    """Return the processor seconds of this process and of those it waited for."""
+    return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
+def step_of(method: str, steps: str, values: dict[str, Any], out: Path) -> float:
+    """Return the step that validation rows of the first seed choose for a method."""
+    found = compare([method], seeds=1, tune=f"lr={steps}", reference=method, workers=1, out=out, quiet=True, **values)
+    return float(found.runs[0].flat["lr"])
+
+
+def scores_of(done: RunResult, rows: Rows, alone: Any) -> Scores:
+    """Return the scores of a finished run; those of a global model where the method has one."""
+    columns = {f"trained_{name}": name for name in ("correct", "total")}
+    delivered = done.final.set_index("client")[[*columns]].rename(columns=columns)
+    scores = frozen.of_clients(delivered, "trained") | {
+        "own": done.score("received"), "bytes": float(done.summary["bytes_up"] * done.summary["rounds"]),
+    }  # fmt: skip
+    scores |= dict(zip(("gain", "same", "lose"), statistics.harm(delivered, alone)))
+    if further := done.summary["metrics"].get("global"):
+        truth = rows.y[rows.test]
+        right = load_model(done.out).predict(rows.x[rows.test]).argmax(axis=1) == truth
+        scores |= {"global": done.score("global"), "auc": further["auc"]["mean"], "ece": further["ece"]["mean"],
+                   "recall": min(float(right[truth == c].mean()) for c in np.unique(truth))}  # fmt: skip
+    return scores
+
+
+def run_missing(settings: list[str], features: Path, out: Path, path: Path) -> None:
+    """Measure what `path` lacks, method by method."""
+    for setting in settings:
+        plain = setting.removesuffix(frozen.IN_ROUNDS)
+        given, kept = frozen.SETTINGS[plain], frozen.load(path)
+        data = features.expanduser().absolute() / f"{given.file}.npz"
+        values = {**EVEN, **given.values, "data_dir": data}
+        rows, alone = Rows.read(data), None
+        penalty = kept[plain, 0, "central"]["penalty"]
+        for method in frozen.SETTINGS[setting].heads:
+            if all((setting, seed, method) in kept for seed in range(SEEDS)):
+                continue
+            began = processor_seconds()
+            step = step_of(method, STEPS[given.file], values, out / setting / f"{method}-search")
+            searched = processor_seconds() - began
+            for seed in range(SEEDS):
+                folder = out / setting / f"{method}-s{seed}"
+                shutil.rmtree(folder, ignore_errors=True)
+                began = processor_seconds()
+                done = run(method=method, lr=step, seed=seed, out=folder, metrics="accuracy,auc,ece", **values)
+                seconds = processor_seconds() - began
+                if alone is None:
+                    clients = Partition.load(folder / "partition.npz").clients
+                    alone = frozen.each_alone(rows, clients, penalty)["logistic"]
+                scores = scores_of(done, rows, alone) | {"seconds": seconds, "search": searched, "step": step}
+                kept[setting, seed, method] = {name: round(value, 6) for name, value in scores.items()}
+            frozen.save(path, kept)
+
+
+def main() -> int:
+    """Measure what is asked for, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--features", type=Path, required=True, help="folder of the files of features")
+    parser.add_argument("--out", type=Path, default=Path("runs/frozen"), help="folder of the runs")
+    parser.add_argument("--only", default="", help="settings, with commas (default: all)")
+    parser.add_argument("--kept", type=Path, default=DOCS / "frozen.jsonl", help="(default: %(default)s)")
+    parser.add_argument("--doc", type=Path, default=DOCS / "frozen.md", help="(default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        chosen = named(args.only, [*frozen.ROUNDS], "setting")
+        run_missing(chosen, args.features, args.out.expanduser().absolute(), args.kept)
+        text = args.doc.read_text(encoding="utf-8")
+        args.doc.write_text(frozen.page(text, frozen.load(args.kept)), encoding="utf-8")
+    except BadRequest as e:
+        sys.stderr.write(f"frozen_gradient: {e}\n")
+        return 2
+    return 0
