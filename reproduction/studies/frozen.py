@@ -36,6 +36,7 @@ from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from fedapp.results import statistics
 from fedapp.results.directory import write_text
+from fedapp.results.intervals import margin_of
 from fedapp.results.loading import load as load_model
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import DASH, spread, tally, worst
@@ -54,6 +55,8 @@ PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 """Penalties of logistic regression, of which rows held out of the training rows choose one for each data set."""
 OWN_SHRINK = 0.3
 """Share of the mean variance in the covariance of a client's own discriminant."""
+FEW = 500
+"""Training rows below which a client has few."""
 QUADRATIC = (0.7, 0.2)
 """Of `qda`: share of the covariance within classes, and of the mean variance."""
 
@@ -88,7 +91,7 @@ SETTINGS = {
     "fashion-20": Setting("Fashion-MNIST, 20 clients, Dirichlet 0.1", "fashion_mnist", dealt(20)),
     "fashion-100": Setting("Fashion-MNIST, 100 clients, Dirichlet 0.1", "fashion_mnist", dealt(100)),
     "cifar10-20-skewed": Setting("CIFAR-10, 20 clients, Dirichlet 0.05", "cifar10", dealt(20, 0.05)),
-    "cifar10-100-skewed": Setting("CIFAR-10, 100 clients, Dirichlet 0.05", "cifar10", dealt(100, 0.05)),
+    "cifar10-100-skewed": Setting("CIFAR-10, 100 clients, Dirichlet 0.05", "cifar10", dealt(100, 0.05, min_samples=5)),
     "cifar10-20-two": Setting("CIFAR-10, 20 clients, two classes each", "cifar10", {"clients": 20, **TWO}),
     "cifar10-100-two": Setting("CIFAR-10, 100 clients, two classes each", "cifar10", {"clients": 100, **TWO}),
 }
@@ -112,7 +115,7 @@ GRADIENT = ("local", "fedavg", "fedprox", "fedavgm", "scaffold", "fedclassavg", 
 ROUNDS = tuple(f"{name}{IN_ROUNDS}" for name in ("banking77", "clinc150", "cifar10-20"))
 for _name in ROUNDS:
     _plain = SETTINGS[_name.removesuffix(IN_ROUNDS)]
-    SETTINGS[_name] = Setting(_plain.title, _plain.file, _plain.values, GRADIENT)
+    SETTINGS[_name] = Setting(f"{_plain.title}, 20 rounds", _plain.file, _plain.values, GRADIENT)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -265,6 +268,24 @@ def of_clients(counts: pd.DataFrame, name: str = "own") -> Scores:
     return {name: float(accuracy.mean()), "worst": worst(accuracy)[1]}
 
 
+def sizes(y: Array, clients: Sequence[ClientSplit]) -> Scores:
+    """Return the median client's training rows, test rows, and share of training rows whose class no other has."""
+    held = np.array([np.bincount(y[client.train], minlength=int(y.max()) + 1) for client in clients])
+    unshared = np.where(held == held.sum(axis=0), held, 0).sum(axis=1) / held.sum(axis=1)
+    tests = [len(client.test) for client in clients]
+    medians = {"rows": held.sum(axis=1), "tests": tests, "unshared": unshared}
+    return {name: float(np.median(values)) for name, values in medians.items()}
+
+
+def by_rows(counts: pd.DataFrame, alone: pd.DataFrame, rows: Sequence[int]) -> Scores:
+    """Return how many clients have fewer than `FEW` training rows, and how many not, and their summed differences."""
+    apart, found = accuracies(counts) - accuracies(alone), {}
+    few = pd.Series(rows).reindex(apart.index) < FEW
+    for name, part in {"few": apart[few], "many": apart[~few]}.items():
+        found |= {name: float(part.sum()), f"{name}_clients": float(len(part))}
+    return found
+
+
 def each_alone(rows: Rows, clients: Sequence[ClientSplit], penalty: float) -> dict[str, Any]:
     """Return correct and total test rows by client of each client's own models."""
     found: dict[str, list[Array]] = {"logistic": [], "lda": [], "majority": []}
@@ -320,13 +341,13 @@ def measure(
         if not private:
             scores |= of_clients(delivered := done.headline_counts(), "shares")
             scores |= dict(zip(("gain", "same", "lose"), statistics.harm(delivered, counts["logistic"])))
+            scores |= by_rows(delivered, counts["logistic"], [len(client.train) for client in clients])
         if choose:
             kept_own = done.summary["choice"]["own"]
             misses = np.minimum(0, accuracies(delivered) - accuracies(counts["lda"]))
             scores |= {"own_heads": float(kept_own), "harm": float(misses.mean())}
         found[name] = scores if choose else scores | of_the_server(done, rows, clients, central, private)
-    sizes = [len(client.train) for client in clients]
-    found["alone"] = {**of_clients(counts["logistic"]), "rows": float(np.median(sizes))}
+    found["alone"] = {**of_clients(counts["logistic"]), **sizes(rows.y, clients)}
     found["alone-lda"] = of_clients(counts["lda"])
     found["majority"] = of_clients(counts["majority"])
     found["central"] = {"global": central.logistic()[1], "penalty": central.logistic()[0]}
@@ -390,6 +411,23 @@ def setting_table(runs: Mapping[str, Sequence[Scores]]) -> list[str]:
     return markdown(f"{heads}|up, kB:|processor s:", rows)
 
 
+def rounds_table(kept: Kept, setting: str) -> list[str]:
+    """Build the table of heads trained in rounds, beside those of one exchange on the same partition."""
+    plain, rows = setting.removesuffix(IN_ROUNDS), []
+    once = {head: [{**kept[plain, 0, head], "trained": kept[plain, 0, head]["shares"]}] for head in SHOWN}
+    for model, found in {**of_setting(kept, setting), **once}.items():
+        step = DASH if model in once else f"{found[0]['step']:g}"
+        rows.append((
+            title(model) + ", one exchange" * (model in once), step, *(
+                cell(found, name) for name in ("global", "own", "trained", "worst")
+            ), tally([run[w] for w in ("gain", "same", "lose")] for run in found),
+            *(cell(found, name) for name in ("recall", "auc", "ece")),
+            f"{mean(found, 'bytes') / 1e5:.0f}", cell(found, "seconds", 1), cell(found, "search", 1, 0).split(" ")[0],
+        ))  # fmt: skip
+    heads = "model|step:|global|received, own|delivered, own|worst tenth|gain / same / lose:|lowest recall|AUROC|ECE"
+    return markdown(f"{heads}|up, kB:|processor s:|search, s:", rows)
+
+
 def guard_table(kept: Kept) -> list[str]:
     """Build the table of global accuracies with secure sums and with noise, of what was measured."""
     rows = []
@@ -413,38 +451,101 @@ def answer(kept: Kept) -> list[str]:
     known = {name: found for name in SETTINGS if name in PLAIN and (found := of_setting(kept, name))}
     if not known:
         return [UNMEASURED]
-    apart = [scores["apart"] for (setting, _, _), scores in kept.items() if setting in PLAIN and "apart" in scores]
-    below, own, rows = [], [], []
+    rows = []
     for name, found in known.items():
         pair, alone, central = [found[head] for head in SHOWN], found["alone"], found["central"]
-        below += [mean(central, "global") - mean(runs, "global") for runs in pair]
-        own += [mean(runs, "shares") - mean(alone, "own") for runs in pair]
         rows.append((
-            SETTINGS[name].title, f"{np.mean([run['rows'] for run in alone]):.0f}",
+            SETTINGS[name].title, f"{mean(alone, 'rows') / 100:.0f}",
             *(cell(runs, "global") for runs in (*pair, central)), *(cell(runs, "shares") for runs in pair),
             cell(found.get(CHOOSING, ()), "shares"), cell(alone, "own"), cell(found["majority"], "own"),
         ))  # fmt: skip
     names = [title(head) for head in SHOWN]
-    ends = [f"{round(end(own), 1) + 0:+.1f}" for end in (min, max)]
-    text = (
-        f"One exchange gives the head that all training rows together would give: in {len(apart)} runs "
-        f"{sum(apart):.0f} test rows are classified otherwise. {' and '.join(names)} are {min(below):.1f} to "
-        f"{max(below):.1f} points below logistic regression on all rows. With each client's own class shares they are "
-        f"{' to '.join(ends)} points from training alone on the clients' own test rows."
-    )
     all_rows, own_rows = ("|".join(f"{name}, {score}" for name in names) for score in ("global", "own"))
     heads = f"setting|rows of a client:|{all_rows}|central|{own_rows}|{title(CHOOSING)}, own|alone|majority"
-    return [text, "", *markdown(heads, rows)]
+    return [" ".join([*exactness(known), *comparison(known)]), "", *markdown(heads, rows)]
+
+
+def mean_gain(runs: Sequence[Scores], name: str) -> float:
+    """Return the mean difference to training alone of clients with `few` or `many` rows; NaN without such clients."""
+    clients = sum(run[f"{name}_clients"] for run in runs)
+    return 100 * sum(run[name] for run in runs) / clients if clients else np.nan
+
+
+def ends(values: Sequence[float]) -> str:
+    """Write the smallest and the largest of values."""
+    low, high = (f"{end(values):.1f}" for end in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def exactness(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]:
+    """Say how far heads from sums are from the central head of their kind, and from logistic regression on all rows."""
+    apart = [run["apart"] for found in known.values() for runs in found.values() for run in runs if "apart" in run]
+    below = {
+        head: [
+            mean(found["central"], "global") - mean(found[head], "global") for found in known.values() if head in found
+        ]
+        for head in (*SHOWN, "qda")
+    }
+    text = (
+        f"One exchange gives the head that all training rows together would give: in {len(apart)} runs "
+        f"{sum(apart):.0f} test rows are classified otherwise."
+    )
+    points = (f"{title(head)} is {ends(values)}" for head, values in below.items() if values)
+    return [text, f"Below logistic regression on all rows, in points: {', '.join(points)}."]
+
+
+def comparison(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]:
+    """Say where both heads with class shares are better and worse than each client alone, by more than the margin.
+
+    What is said of few rows, of classes of one's own, and of `choose` follows from the scores, or is left out.
+    """
+    apart = {name: [mean(found[head], "shares") - mean(found["alone"], "own") for head in SHOWN]
+             for name, found in known.items()}  # fmt: skip
+    margins = {name: 100 * margin_of(mean(f["alone"], "own") / 100, mean(f["alone"], "tests") / 100)
+               for name, f in known.items()}  # fmt: skip
+    better = [name for name in known if min(apart[name]) > margins[name]]
+    worse = [name for name in known if max(apart[name]) < -margins[name]]
+    lines = []
+    for word, group in {"better": better, "worse": worse}.items():
+        if group:
+            titles = "; ".join(SETTINGS[name].title for name in group)
+            points = ends([abs(end) for name in group for end in apart[name]])
+            lines.append(f"With each client's class shares both are {word} than training alone in {len(group)} of "
+                         f"{len(known)} settings, by {points} points ({titles}).")  # fmt: skip
+    if rest := len(known) - len(better) - len(worse):
+        lines.append(f"In the other {rest} at least one of them is equal to it within the margin.")
+    own = [name for name in known if mean(known[name]["alone"], "unshared") == 100]
+    runs = [run for name, found in known.items() if name not in own for head in SHOWN for run in found[head]]
+    small, large = (mean_gain(runs, name) for name in ("few", "many"))
+    if small > large:
+        lines.append(f"Clients with fewer than {FEW} training rows gain {small:+.1f} points, the others {large:+.1f}, "
+                     "where clients share classes.")  # fmt: skip
+    if worse and worse == own:
+        lines.append("They lose only where no class is at two clients.")
+    for name in worse:
+        if runs := known[name].get(CHOOSING):
+            loss = mean(known[name]["alone"], "own") - mean(runs, "shares")
+            lines.append(f"There `choose` keeps the own head of {np.mean([r['own_heads'] for r in runs]):.0f} clients "
+                         f"and stays {loss:.1f} points below training alone.")  # fmt: skip
+    return lines
+
+
+def tables(kept: Kept, settings: Iterable[str]) -> list[str]:
+    """Return a heading and the table of each setting that was measured."""
+    lines = []
+    for setting in settings:
+        if found := of_setting(kept, setting):
+            table = rounds_table(kept, setting) if setting in ROUNDS else setting_table(found)
+            lines += ["", f"### {SETTINGS[setting].title}", "", *table]
+    return lines[1:] or [UNMEASURED]
 
 
 def page(text: str, kept: Kept) -> str:
-    """Return the page with its answer and the table of every setting that it names."""
-    for setting in SETTINGS:
-        if f"<!-- table:{setting} -->" in text:
-            found = of_setting(kept, setting)
-            text = replaced(text, setting, setting_table(found) if found else [UNMEASURED])
-    for name, make in {"answer": answer, "guards": guard_table}.items():
-        text = replaced(text, name, make(kept)) if f"<!-- table:{name} -->" in text else text
+    """Return the page with its answer and its tables."""
+    made = {"answer": answer(kept), "settings": tables(kept, PLAIN), "rounds": tables(kept, ROUNDS),
+            "guards": guard_table(kept)}  # fmt: skip
+    for name, lines in made.items():
+        text = replaced(text, name, lines)
     return text
 
 

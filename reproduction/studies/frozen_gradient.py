@@ -90,7 +90,7 @@ def run_missing(settings: list[str], features: Path, out: Path, path: Path) -> N
                     clients = Partition.load(folder / "partition.npz").clients
                     alone = frozen.each_alone(rows, clients, penalty)["logistic"]
                 scores = scores_of(done, rows, alone) | {"seconds": seconds, "search": searched, "step": step}
-                kept[setting, seed, method] = {name: round(value, 6) for name, value in scores.items()}
+                kept[setting, seed, method] = {n: round(value, 6) for n, value in scores.items() if np.isfinite(value)}
             frozen.save(path, kept)
 
 

@@ -11,7 +11,7 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import Ridge
 
 from reproduction.studies import frozen
-from reproduction.studies.frozen import SETTINGS, Setting
+from reproduction.studies.frozen import SETTINGS, Scores, Setting
 from tests.test_given_features import features
 
 
@@ -19,10 +19,8 @@ def test_the_page_holds_the_tables_of_the_kept_scores() -> None:
     text = (frozen.DOCS / "frozen.md").read_text(encoding="utf-8")
     kept = frozen.load(frozen.DOCS / "frozen.jsonl")
     assert frozen.page(text, kept) == text, "run: python -m reproduction study frozen"
-    measured = {setting for setting, _, _ in kept}
-    assert measured, "something was measured"
-    for setting in measured:
-        assert setting not in frozen.PLAIN or f"<!-- table:{setting} -->" in text
+    for setting in {setting for setting, _, _ in kept} & {*frozen.PLAIN, *frozen.ROUNDS}:
+        assert f"### {SETTINGS[setting].title}\n" in text
     apart = [scores["apart"] for scores in kept.values() if "apart" in scores]
     assert apart and not any(apart), "a head from sums predicts each test row as the central head of its kind"
 
@@ -48,9 +46,12 @@ def test_a_setting_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The head of each run predicts every test row as the central head, and counts by client add up."""
     features(tmp_path / "made.npz", client=False)
     values = {"clients": 4, "partition": "dirichlet", "alpha": 0.5}
-    monkeypatch.setattr(frozen, "SETTINGS", {"made": Setting("Made up", "made", values)})
+    monkeypatch.setattr(frozen, "SETTINGS", {"made": Setting("Made up", "made", values, frozen.OF_TEXTS)})
+    for name, kinds in {"PLAIN": ("made",), "ROUNDS": (), "GUARDED": ()}.items():
+        monkeypatch.setattr(frozen, name, kinds)
     page, lines = tmp_path / "page.md", tmp_path / "kept.jsonl"
-    page.write_text("<!-- table:made -->\n<!-- /table:made -->\n")
+    parts = ("answer", "settings", "rounds", "guards")
+    page.write_text("".join(f"<!-- table:{part} -->\n<!-- /table:{part} -->\n" for part in parts))
     words = ["frozen", "--kept", str(lines), "--doc", str(page)]
     monkeypatch.setattr(sys, "argv", words)
     assert frozen.main() == 0 and frozen.UNMEASURED in page.read_text()
@@ -58,9 +59,9 @@ def test_a_setting_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert frozen.main() == 0
     kept = frozen.load(lines)
     found = {model: scores for (_, _, model), scores in kept.items()}
-    assert [*found] == [*frozen.HEADS, *frozen.MODELS]
-    assert [found[method]["apart"] for method in ("fed3r", "lda", "fedncm")] == [0, 0, 0]
-    assert all(sum(found[m][w] for w in ("gain", "same", "lose")) == 4 for m in frozen.HEADS)
+    assert [*found] == [*frozen.OF_TEXTS, *frozen.MODELS]
+    assert [found[method]["apart"] for method in ("fed3r", "lda", "fedncm", "qda")] == [0] * 4
+    assert all(sum(found[m][w] for w in ("gain", "same", "lose")) == 4 for m in frozen.OF_TEXTS)
     up = 8 * (13 * 14 // 2 + 4 * 13) + 8 * 65
     assert found["fed3r"]["bytes"] == up, "A, b and the losses of 65 factors"
     assert found[frozen.CHOOSING]["bytes"] == 2 * up + 8, "twice, and the number by which a client's own head is ahead"
@@ -73,3 +74,34 @@ def test_settings_are_what_the_page_says() -> None:
     assert {s.file for s in SETTINGS.values()} == {"cifar10", "fashion_mnist", "banking77", "clinc150"}
     for name, guard in frozen.GUARDS.items():
         assert SETTINGS[f"banking77-{name}"].values == {**SETTINGS["banking77"].values, **guard}
+
+
+def test_sentences_of_a_comparison_follow_from_the_scores() -> None:
+    def setting(shares: float, rows: float, unshared: float, gains: tuple[float, float]) -> dict[str, list[Scores]]:
+        head = {"shares": shares, "global": 0.8, "apart": 0.0, "few": gains[0], "few_clients": 10.0, "many": gains[1],
+                "many_clients": 10.0}  # fmt: skip
+        alone = {"own": 0.9, "rows": rows, "tests": 200.0, "unshared": unshared}
+        chosen = {"shares": 0.895, "own_heads": 7.0}
+        return {"fed3r": [head], "lda": [head], frozen.CHOOSING: [chosen], "alone": [alone]}
+
+    few, many = setting(0.93, 300, 0, (0.4, 0.1)), setting(0.905, 3000, 0, (0.2, 0.1))
+    own = setting(0.87, 1500, 1, (0, -1.0))
+    found = frozen.comparison({"cifar10-100": few, "cifar10-20": many, "clinc150": own})
+    assert found == [
+        "With each client's class shares both are better than training alone in 1 of 3 settings, by 3.0 points "
+        "(CIFAR-10, 100 clients, Dirichlet 0.1).",
+        "With each client's class shares both are worse than training alone in 1 of 3 settings, by 3.0 points "
+        "(CLINC150, ten domains as clients).",
+        "In the other 1 at least one of them is equal to it within the margin.",
+        "Clients with fewer than 500 training rows gain +3.0 points, the others +1.0, where clients share classes.",
+        "They lose only where no class is at two clients.",
+        "There `choose` keeps the own head of 7 clients and stays 0.5 points below training alone.",
+    ]
+    found = frozen.comparison(
+        {"cifar10-100": setting(0.905, 300, 0, (0.1, 0.4)), "fashion-20": setting(0.87, 9, 0, (0, 0))}
+    )
+    assert [line.split(" in 1 of")[0] for line in found] == [
+        "With each client's class shares both are worse than training alone",
+        "In the other 1 at least one of them is equal to it within the margin.",
+        "There `choose` keeps the own head of 7 clients and stays 0.5 points below training alone.",
+    ]
