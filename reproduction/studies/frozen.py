@@ -279,7 +279,7 @@ def sizes(y: Array, clients: Sequence[ClientSplit]) -> Scores:
 
 def by_rows(counts: pd.DataFrame, alone: pd.DataFrame, rows: Sequence[int]) -> Scores:
     """Return how many clients have fewer than `FEW` training rows, and how many not, and their summed differences."""
-    apart, found = accuracies(counts) - accuracies(alone), {}
+    apart, found = accuracies(counts) - accuracies(alone), Scores()
     few = pd.Series(rows).reindex(apart.index) < FEW
     for name, part in {"few": apart[few], "many": apart[~few]}.items():
         found |= {name: float(part.sum()), f"{name}_clients": float(len(part))}
@@ -523,9 +523,9 @@ def comparison(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]
     if worse and worse == own:
         lines.append("They lose only where no class is at two clients.")
     for name in worse:
-        if runs := known[name].get(CHOOSING):
-            loss = mean(known[name]["alone"], "own") - mean(runs, "shares")
-            lines.append(f"There `choose` keeps the own head of {np.mean([r['own_heads'] for r in runs]):.0f} clients "
+        if chosen := known[name].get(CHOOSING):
+            loss = mean(known[name]["alone"], "own") - mean(chosen, "shares")
+            lines.append(f"There `choose` keeps the own head of {mean(chosen, 'own_heads') / 100:.0f} clients "
                          f"and stays {loss:.1f} points below training alone.")  # fmt: skip
     return lines
 
