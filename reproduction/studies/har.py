@@ -1,8 +1,9 @@
-"""The table of docs/har.md: `python -m reproduction study har --data har.npz --out runs/har --doc docs/har.md`.
+"""The tables of docs/har.md: `python -m reproduction study har --data har.npz --out runs/har --doc docs/har.md`.
 
-A comparison of the recipe `har` on all training rows, as in the reference implementation whose scores the table has
-too. Finished runs are not run again, so the command can be stopped and started at any time. Without `--data` nothing is
-run, and the table is made of the finished runs in the folder.
+Two comparisons of the recipe `har`. `levels` trains on all training rows, as the reference implementation whose scores
+its table has too. `methods` has all methods and chooses the round by validation rows; docs/har.jsonl keeps the correct
+test rows of each client. Finished runs are not run again, so the command can be stopped and started at any time.
+Without `--data` nothing is run, and the tables are made of the finished runs and of the kept ones.
 """
 
 from __future__ import annotations
@@ -20,12 +21,19 @@ import pandas as pd
 from benchmarks.pages import markdown, replaced
 from fedapp import registry
 from fedapp.experiments import compare, recipes
+from fedapp.experiments.shipped import Entry
+from fedapp.results.directory import write_text
+from fedapp.results.intervals import differences_of
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import DASH, spread, worst
+from fedapp.results.statistics import DASH, harm, resolution, spread, tally, worst
+from reproduction.studies.choosing import DOCS, Score, headline
 
 SEEDS = 3
-CHANGED: dict[str, Any] = {"validation": 0.0, "select": "last"}
-"""Keys in which the comparison differs from the recipe."""
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "levels": ("local,fedavg,fedper,lgfedavg", {"validation": 0.0, "select": "last"}),
+    "methods": ("", {"num-server-rounds": 8}),
+}
+"""Comparisons by their folder: methods (none = those of the recipe), and keys in which they differ from the recipe."""
 LEVELS = {
     "local": (DASH, "95.1 ± 0.6 / 74.3 ± 2.1"),
     "fedavg": ("91.9 ± 0.8 / 59.8 ± 1.0", "96.4 ± 1.0 / 73.1 ± 4.8"),
@@ -35,10 +43,43 @@ LEVELS = {
 """The reference implementation's `received` and `trained`: mean over persons / worst tenth, in percent, 3 seeds."""
 
 
+class Kept(Entry):
+    """The test rows of each client in a run, in the order of their ids: how many, and how many are correct."""
+
+    method: str
+    seed: int
+    total: tuple[int, ...]
+    received: tuple[int, ...]
+    trained: tuple[int, ...]
+
+    def counts(self, score: Score) -> pd.DataFrame:
+        """Return `correct` and `total` by client."""
+        return pd.DataFrame({"correct": getattr(self, score), "total": self.total})
+
+    def accuracies(self, score: Score) -> pd.Series:
+        """Return each client's accuracy."""
+        return self.counts(score).pipe(lambda table: table["correct"] / table["total"])
+
+
+def kept_of(run: RunResult) -> Kept:
+    """Return the line of a finished run."""
+    table = run.final.sort_values("client")
+    columns = {name: table[f"{name}_correct"].tolist() for name in ("received", "trained")}
+    return Kept(method=run.method, seed=run.seed, total=table["trained_total"].tolist(), **columns)
+
+
+def load(path: Path) -> list[Kept]:
+    """Return the kept runs."""
+    return [Kept.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def run(data: Path, out: Path, workers: int | None) -> int:
-    """Run what is missing of the comparison; return the exit code."""
-    values = {**recipes.shipped()["har"].settings, **CHANGED, "data-dir": str(data.absolute())}
-    return compare.run(values, ",".join(LEVELS), SEEDS, out / "levels", workers=workers)
+    """Run what is missing of both comparisons; return the highest exit code."""
+    recipe, codes = recipes.shipped()["har"], []
+    for name, (methods, changed) in PARTS.items():
+        values = {**recipe.settings, **changed, "data-dir": str(data.absolute())}
+        codes.append(compare.run(values, methods or recipe.methods, SEEDS, out / name, workers=workers))
+    return max(codes)
 
 
 def found(folder: Path) -> dict[str, list[RunResult]]:
@@ -77,18 +118,39 @@ def levels_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
     return markdown("method|received|reference|trained, last round|reference|trained, next round", rows)
 
 
+def methods_table(runs: Sequence[Kept]) -> list[str]:
+    """Build the table of all methods, each against training alone with the same seed, with 90 % intervals."""
+    alone, rows = {run.seed: run for run in runs if run.method == "local"}, []
+    for name in dict.fromkeys(run.method for run in runs):
+        here, used = [run for run in runs if run.method == name and run.seed in alone], headline(name)
+        received = DASH if name == "local" else both([run.accuracies("received") for run in here])
+        trained, difference, sides = both([run.accuracies("trained") for run in here]), DASH, DASH
+        if name != "local":
+            gains = [run.accuracies(used).mean() - alone[run.seed].accuracies("trained").mean() for run in here]
+            found = differences_of({"": gains}, max(resolution(run.total) for run in here))[""]
+            low, high = (f"{100 * (found.mean + side * found.inner):+.1f}" for side in (-1, 1))
+            difference = f"{100 * found.mean:+.1f} ({low} to {high})"
+            sides = tally([harm(run.counts(used), alone[run.seed].counts("trained")) for run in here])
+        rows.append((registry.get(name).title, received, trained, used, difference, sides))
+    return markdown("method|received|trained|headline|to training alone|gain / same / lose:", rows)
+
+
 def main() -> int:
-    """Run what is asked for and write the table."""
+    """Run what is asked for and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="har.npz (default: run nothing, read the runs that are there)")
     parser.add_argument("--out", type=Path, default=Path("runs/har"), help="folder of the runs (default: %(default)s)")
     parser.add_argument("--workers", type=int, help="processes at a time (default: one per core)")
-    parser.add_argument("--doc", type=Path, help="page whose table is renewed (default: print it)")
+    parser.add_argument("--doc", type=Path, help="page whose tables are renewed (default: print them)")
+    parser.add_argument("--kept", type=Path, default=DOCS / "har.jsonl", help="(default: %(default)s)")
     args = parser.parse_args()
     code = run(args.data, args.out, args.workers) if args.data else 0
-    lines = levels_table(found(args.out / "levels"))
-    if args.doc:
-        args.doc.write_text(replaced(args.doc.read_text(encoding="utf-8"), "levels", lines), encoding="utf-8")
-    else:
-        sys.stdout.write("\n".join([*lines, "", ""]))
+    done = [kept_of(one) for runs in found(args.out / "methods").values() for one in runs]
+    kept = list({(one.method, one.seed): one for one in [*load(args.kept), *done]}.values())
+    write_text(args.kept, "".join(f"{one.model_dump_json()}\n" for one in kept))
+    for name, lines in {"levels": levels_table(found(args.out / "levels")), "all-methods": methods_table(kept)}.items():
+        if args.doc and len(lines) > 2:
+            args.doc.write_text(replaced(args.doc.read_text(encoding="utf-8"), name, lines), encoding="utf-8")
+        elif not args.doc:
+            sys.stdout.write("\n".join([*lines, "", ""]))
     return code

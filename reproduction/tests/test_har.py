@@ -1,4 +1,4 @@
-"""The table of docs/har.md, made of runs on a small file of the same layout; the published one has these rows."""
+"""The tables of docs/har.md: from the kept runs, and from runs on a small file with the columns of har.npz."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from benchmarks.pages import replaced
 from fedapp import registry
 from fedapp.experiments import recipes
 from fedapp.results.runs import RunResult
@@ -29,22 +30,23 @@ def recordings(path: Path) -> Path:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("in_turn", "no_page")
-def test_one_command_runs_the_comparison_and_makes_the_table(
+def test_one_command_runs_both_comparisons_and_makes_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(har, "SEEDS", 2)
     short = {"num-server-rounds": 2, "local-epochs": 1}
-    monkeypatch.setattr(har, "CHANGED", {**har.CHANGED, **short})
+    parts = {name: ("local,fedavg", {**changed, **short}) for name, (_, changed) in har.PARTS.items()}
+    monkeypatch.setattr(har, "PARTS", parts)
     page = tmp_path / "har.md"
-    page.write_text("<!-- table:levels -->\n<!-- /table:levels -->\nafter\n")
+    page.write_text("".join(f"<!-- table:{n} -->\n<!-- /table:{n} -->\nafter\n" for n in ("levels", "all-methods")))
     data, out = recordings(tmp_path / "har.npz"), tmp_path / "runs"
-    words = ["har", "--out", str(out), "--doc", str(page)]
+    words = ["har", "--out", str(out), "--doc", str(page), "--kept", str(tmp_path / "kept.jsonl")]
     monkeypatch.setattr("sys.argv", [*words, "--data", str(data), "--workers", "1"])
     assert har.main() == 0
     capsys.readouterr()
     text = page.read_text()
     fedavg = [line.split(" | ") for line in text.splitlines() if line.startswith("| FedAvg |")]
-    assert len(fedavg) == 1 and text.endswith("after\n")
+    assert len(fedavg) == 2 and text.endswith("after\n")
     runs = [RunResult(out / "levels" / "runs" / f"fedavg-s{seed}") for seed in (0, 1)]
     means = [100 * r.final["trained_accuracy"].mean() for r in runs]
     lowest = [100 * r.final["trained_accuracy"].min() for r in runs]
@@ -53,8 +55,21 @@ def test_one_command_runs_the_comparison_and_makes_the_table(
     ends = [100 * pd.read_csv(r.out / "rounds.csv")["trained_accuracy"].iloc[-1] for r in runs]
     assert fedavg[0][3].startswith(f"{np.mean(ends):.1f} ± ")
 
+    runs, alone = ([RunResult(out / "methods" / "runs" / f"{m}-s{s}") for s in (0, 1)] for m in ("fedavg", "local"))
+    received = [100 * r.final["received_accuracy"].mean() for r in runs]
+    assert fedavg[1][1].startswith(f"{np.mean(received):.1f} ± ")
+    gain = np.mean([r.summary["headline"]["value"] - a.summary["headline"]["value"] for r, a in zip(runs, alone)])
+    assert fedavg[1][3] == "received" and fedavg[1][4].startswith(f"{100 * gain:+.1f} (")
+
     monkeypatch.setattr("sys.argv", words)
-    assert har.main() == 0 and page.read_text() == text, "without data: the same table of the runs that are there"
+    assert har.main() == 0 and page.read_text() == text, "without data: the same tables of the runs that are there"
+
+
+def test_the_page_holds_the_table_of_the_kept_runs() -> None:
+    text = (har.DOCS / "har.md").read_text(encoding="utf-8")
+    lines = har.methods_table(har.load(har.DOCS / "har.jsonl"))
+    assert len(lines) == 2 + 21
+    assert replaced(text, "all-methods", lines) == text, "run: python -m reproduction study har --doc docs/har.md"
 
 
 def test_every_method_has_a_row_in_the_recipe() -> None:
