@@ -141,7 +141,7 @@ class CCVRClient(MomentsClient):
 
     @classmethod
     def configure_model(cls, model: SplitModel, scalars: Mapping[str, Scalar]) -> None:
-        """Put Tukey's transform before the head once the server says that the head is calibrated for it."""
+        """Put Tukey's transform before the head once the head is calibrated for it."""
         super().configure_model(model, scalars)
         head: Any = model.head
         if hasattr(head, "transform"):

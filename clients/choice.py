@@ -3,7 +3,7 @@
 1. Each client holds out a fifth of its training rows, whole groups where the data have them. Sums of the other rows
    give a first head of all clients, and the client's own sums give its own head: the same kind, from its rows alone.
 2. D_k is the number of held-out rows that the own head gets right, less those that the other gets right. It travels,
-   and the sign of the sum over clients says which of the two is everybody's default.
+   and the sign of the sum over clients decides which of the two is the default of all clients.
 3. Sums of all rows give the final heads. A client deviates from the default only if the other is right on more than
    max(1, sqrt(b)) more held-out rows, with b those that exactly one of the two gets right.
 

@@ -13,7 +13,7 @@ from fedapp.method import Payload
 
 
 class ClassMeansClient(FedClient):
-    """Collects means per class; a method says of what (`rows_of`) and calls `collect` in its step."""
+    """Collects means per class of the rows that `rows_of` of a method returns; its step calls `collect`."""
 
     means: ClassMeans
     epoch: int

@@ -130,7 +130,7 @@ class CwFedAvgClient(FedClient):
         return loss + self.weight * wdr(self.model.head.weight, self.p)  # Eq. 8
 
     def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
-        """Return p_i where the run asks for it; R, and the mean cross-entropy of the steps without R."""
+        """Return p_i with `dist=empirical`; R, and the mean cross-entropy of the steps without R."""
         arrays: Arrays = {"distribution": self.distribution()} if self.hparams.dist == "empirical" else {}
         entropy = {"cross-entropy": float(self.entropy) / self.seen} if self.seen else {}
         with torch.no_grad():

@@ -71,7 +71,7 @@ def stripped(arrays: Mapping[str, Array]) -> Arrays:
 
 
 class MutualClient(FedClient):
-    """Trains the private model and the small one together; a method says how they teach each other."""
+    """Trains the private model and the small one together; the losses are the method's."""
 
     @functools.cached_property
     def small(self) -> SplitModel:

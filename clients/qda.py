@@ -74,7 +74,7 @@ class QDAClient(LossesClient, MomentsClient):
 
     @classmethod
     def configure_model(cls, model: SplitModel, scalars: Mapping[str, Scalar]) -> None:
-        """Make the head quadratic once the server says that it is."""
+        """Make the head quadratic once the server has computed it."""
         super().configure_model(model, scalars)
         if scalars.get(QUADRATIC):
             head: Any = model.head

@@ -8,7 +8,7 @@
 | b_k           | b + `adjustment`, at the client alone                         |
 
 The adjustment is made where a model is scored and kept, and nowhere else: a client never trains for a reply from b_k.
-So b_k - b, which would reveal its shares, cannot leave it, whatever a server asks for.
+So b_k - b, which would reveal its shares, cannot leave it, whatever a server requests.
 """
 
 from __future__ import annotations

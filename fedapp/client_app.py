@@ -148,7 +148,7 @@ def _releaser(context: Context, root: Path, node: Node, config: RunConfig, reque
 
 
 def _node(context: Context, config: RunConfig, request: RoundRequest) -> Node:
-    """Return whose client this is: in a simulation the server says it, where it counts more clients than nodes."""
+    """Return whose client this is: in a simulation the server's number, where there are more clients than nodes."""
     if request.client >= 0 and not process.real_node():
         return Node(client=request.client, partitions=config.data.clients or request.clients)
     return Node.parse(context.node_config)
@@ -323,7 +323,7 @@ def state_facts(client: FedClient) -> dict[str, Scalar]:
 
     Returns
     -------
-    `state` : its digest.   `state-from` : digest of the last state that the server knew of, from which it was made.
+    `state` : its digest.   `state-from` : digest of the last state in the server's records, from which it was made.
     `state-binds` : whether the next training starts from it.   `state-lost` : why it was not read.
     """
     if client.store is None:
@@ -378,17 +378,17 @@ def _reply(stage: str, message: Message | Part, context: Context, read: Callable
 def _failed(
     error: Exception, stage: str, info: Mapping[str, Scalar], message: Message | Part, context: Context
 ) -> Records:
-    """Return the reply of a client that failed; on a real node its own log says more."""
+    """Return the reply of a client that failed; on a real node its own log has the details."""
     known = isinstance(error, (BadRequest, StateError, Unsafe))
     if known:
         print(f"fedapp: this node cannot take part in {stage}: {plain(error)}", flush=True)
     text = f"{type(error).__name__}: {error}" if known else "".join(traceback.format_exception(error))
     if isinstance(error, nodes.OwnDataError) and process.real_node():
-        text = "BadRequest: this node's data do not fit what the run asks for; the node's own log says why"
+        text = "BadRequest: this node's data do not fit the run; the reason is in the node's own log"
     text += process.out_of_memory(error) or ""
     if not known and process.real_node() and context.run_config.get("dp", "none") != "none":
         print(f"fedapp: {plain(text)}", flush=True)
-        text = f"{type(error).__name__} in {stage}: the node's own log says more, since dp keeps texts of errors there"
+        text = f"{type(error).__name__} in {stage}: details are in the node's own log, since dp keeps them there"
     client = info.get("client", _number(message, context))
     return reply_records({}, {"num-examples": 0}, {**info, "error": text, "stage": stage, "client": client}, "fp32")
 

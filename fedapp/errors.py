@@ -16,7 +16,7 @@ H = TypeVar("H", bound="BaseModel")
 
 
 class BadRequest(ValueError):
-    """A request that cannot be carried out; the message says what is wrong and what to do.
+    """A request that cannot be carried out; the message names the fault and the remedy.
 
     Raised before anything is trained. The command line prints the message without a traceback and exits with code 2.
     """

@@ -137,7 +137,7 @@ def get(name: str) -> Method:
 
 
 def blending() -> list[str]:
-    """Return the ids of the methods whose server says who learns from whom (`Strategy.blend`)."""
+    """Return the ids of the methods whose server reports who learns from whom (`Strategy.blend`)."""
     return [method.id for method in discover().values() if method.strategy.blend is not Strategy.blend]
 
 

@@ -294,7 +294,7 @@ class Run(Setup):
                 self.directory.add_column(name, "restarted")
         if storage.state_dir and not self.simulation:
             self.warnings.append(
-                "state-dir has no effect on real nodes: a node's own configuration says where its state is"
+                "state-dir has no effect on real nodes: each node's own configuration has its state folder"
             )
         begun = str(self.directory.begun_with)
         if storage.resume and begun != __version__:
@@ -460,7 +460,7 @@ class Run(Setup):
         return dataclasses.replace(context, warn=self.warn)
 
     def _secure(self) -> SecureSums | None:
-        """Return the session of secure sums, if the run asks for it."""
+        """Return the session of secure sums, if the run has `secure-sum`."""
         config = self.config
         if not config.secure.secure_sum:
             return None

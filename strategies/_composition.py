@@ -40,7 +40,7 @@ T = TypeVar("T")
 BASES = ("base=fedavg", "base=fedprox", "base=fedavgm", "base=moon")
 """Named in the message for an unsuitable base; all other methods with one global model are suitable too."""
 RANDOM = "random: drawn from the seed and never trained"
-"""What the summary says of an extractor of fedapp's own where nothing trained it and no weights were given."""
+"""The summary's text for an extractor of fedapp's own that was not trained and got no weights."""
 
 
 def on(outer: type[T], base: type[Any], settings: BaseHParams, base_hparams: BaseHParams) -> type[T]:
@@ -178,7 +178,7 @@ class PostHoc(Strategy):
     def calibrated(
         self, state: ServerState, entry: ServerState, replies: Sequence[Reply], counts: Array, **found: Any
     ) -> ServerState:
-        """Return the state with `entry`, the repair, and with what the summary says of it.
+        """Return the state with `entry`, the repair, and with its text for the summary.
 
         Parameters
         ----------

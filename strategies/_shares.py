@@ -18,7 +18,7 @@ class WithShares(PostHoc):
 
         Parameters
         ----------
-        entry : the repair, of which `head` is a part; empty before it.
+        entry : the repair, with `head`; empty before it.
         """
         raise NotImplementedError
 

@@ -31,7 +31,7 @@ from fedapp.reduce.spec import Totals
 from strategies._sums import HeadFromSums, head_method
 
 FEW = 10
-"""With fewer owners of a class than width / FEW the summary says that the covariances have a low rank."""
+"""With fewer owners of a class than width / FEW the summary notes the low rank of the covariances."""
 
 
 class FedCOFHParams(SumsHParams):

@@ -11,7 +11,7 @@ NeurIPS 2021) draws them, in the place of class means.
 
 Server, in pass m of a round, for each client k in S^t and each of its classes s:
     z ~ N(mu_ks, Sigma_ks),   theta <- theta - eta_theta * grad CE(W z + b, s)      (FedGH's Eq. 4)
-With Sigma = 0 this is FedGH with `header_epochs` = M, bit for bit: that run says what the covariances are worth.
+With Sigma = 0 this is FedGH with `header_epochs` = M, bit for bit: that run shows the worth of the covariances.
 `source=pooled` draws from one Gaussian a class, as CCVR does. That means something only where features mean the
 same at all clients, so the server measures which share of the variance within classes lies between the clients' means,
     rho = sum_s sum_k b_k |mu_ks - mu_s|^2 / (that + sum_s sum_k a_k tr Sigma_ks),

@@ -47,7 +47,7 @@ def gradient(c: Float64, mixed: Float64, soft: Float64, rho: float, clients: int
     ----------
     c : (m, m) coefficients among the m clients with predictions.
     mixed, soft : (m, P * C) rows t_k and S_k.
-    clients : K, of which m have sent predictions.
+    clients : K; m of them have sent predictions.
     """
     result: Float64 = 2 * (mixed - soft) @ soft.T / soft.shape[1] + 2 * rho * (c - 1 / clients) / clients
     return result

@@ -248,7 +248,7 @@ def test_shares_are_opened_where_t_clients_were_told_of_one_sum() -> None:
     few = {c: codes[c] for c in (20, 30)}
     mine = agreed[10][3].tobytes()  # what this client made for client 40
     for more in ({}, {10: codes[20]}, {40: codes[20]}, {40: mine}, {50: codes[20]}, {99: codes[20]}):
-        with pytest.raises(Unsafe, match=r"3 clients say that they were told of the same clients .* 4 are needed"):
+        with pytest.raises(Unsafe, match=r"3 clients confirm the same list of clients .* 4 are needed"):
             it.members[10].reveal(it.tag, {**few, **more})
     others = it.codes(30, agreed)
     with pytest.raises(Unsafe, match="1 clients say"):

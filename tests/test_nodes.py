@@ -1042,7 +1042,7 @@ def test_no_value_of_a_nodes_data_leaves_it_in_the_words_of_an_error(tmp_path: P
         (answer,) = grid.send_and_receive([Message(content, next(iter(grid.contexts)), "query.register")])
         assert not answer.has_error(), answer.error
         text = str(answer.content.config_records)
-        assert "the node's own log says why" in text, text
+        assert "the reason is in the node's own log" in text, text
         assert not [word for word in ("Alice", "Bob", "AB-7", "patient", "number", "site") if word in text], text
 
 

@@ -345,7 +345,7 @@ Allow = Annotated[
 
 
 def _loaded(run: Path, client: str | None, received: bool = False, allow: str = "") -> Any:
-    """Load a model by what the command line says; without a client the global model."""
+    """Load the model that the command line names; without a client the global model."""
     from fedapp.results.loading import load
 
     number = int(client) if client is not None and client.isdecimal() else client
@@ -379,7 +379,7 @@ def predict(
     if run is None and (client is not None or received):
         raise BadRequest("--client and --received go with --run: a model file holds one model")
     if run is not None and dataset:
-        raise BadRequest("--dataset goes with --model: a run says itself what it was trained on")
+        raise BadRequest("--dataset goes with --model: the data set of a run is known")
     if model is not None:
         net = predicting.read_model(model, dataset, allow=allow)
     else:

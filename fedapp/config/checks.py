@@ -305,7 +305,7 @@ def check_liars(config: RunConfig, clients: int, simulation: bool) -> None:
 
     Raises
     ------
-    BadRequest : there may be fewer replies than the rules need; the message says how many they need.
+    BadRequest : there may be fewer replies than the rules need; the message has the number.
     """
     config = config.resolved(simulation)
     guard, settings = config.robustness, config.federation

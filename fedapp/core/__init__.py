@@ -19,8 +19,8 @@
 ``products``      matrix products in float32 at the speed of the processor
 ``prototypes``    trainable prototypes and their margin (FedTGP)
 ``robust``        averages, and rules of single methods, that a few lying clients cannot pull where they like
-``secret_shares`` secrets in shares, of which some give them back
-``secure_sum``    sums of which the server sees no single part
+``secret_shares`` secrets in shares; some of the shares give them back
+``secure_sum``    sums whose single parts stay hidden from the server
 ``simplex``       the smallest value of a quadratic form on the simplex
 ``sums``          linear heads in closed form, from sums over samples
 ``virtual``       virtual features drawn from Gaussian statistics (CCVR)

@@ -64,7 +64,7 @@ class ClassMeans:
         self._counts += member.sum(dim=1)
 
     def rows(self) -> Rows:
-        """Return the mean of every class of which a row was added."""
+        """Return the mean of every class with a row."""
         labels = torch.nonzero(self._counts).reshape(-1)
         counts = self._counts[labels]
         values = (self._sums[labels] / counts[:, None]).cpu().numpy().astype(np.float32)

@@ -1,4 +1,4 @@
-"""Which heads help a client: what each client says of its representations, and the best combination (FedPAC).
+"""Which heads help a client: each client's statistics of its representations, and the best combination (FedPAC).
 
 Xu, Tong, Huang, "Personalized Federated Learning with Feature Alignment and Classifier Collaboration", ICLR 2023. The
 formulas stand in `clients/fedpac.py` (h_i, V_i) and `strategies/fedpac.py` (alpha).

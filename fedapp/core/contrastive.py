@@ -5,7 +5,7 @@ al., ICPP 2022, Eq. 4), whose proximal term L_R is Eq. 5. Li et al., "Model-Cont
 Eq. 3 (MOON). Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Algorithm 2 (FedProx).
 
 Everything is computed in float32 at least, also inside an autocast region: FedClassAvg's published temperature gives
-losses of several thousand, of which half precision would keep no useful digit. No function waits for the device.
+losses of several thousand; half precision would keep no useful digit of them. No function waits for the device.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ def to_arrays(
     statistics : ClassMoments
         In the form that `form_of` names.
     mode : {"full", "diag", "lowrank", "pooled", "sums"}
-        What is sent of the covariances.
+        Form of the covariances in the reply.
     rank : int
         r of ``lowrank``, at least 1.
     dtype : dtype

@@ -35,7 +35,7 @@ def system(count: int) -> bytes:
 
 
 def seeded(seed: int) -> Source:
-    """Return a source of bytes that repeats, for tests alone: whoever knows the seed takes the noise off again."""
+    """Return a source of bytes that repeats, for tests alone: with the seed anyone can remove the noise."""
     return np.random.Generator(np.random.PCG64(seed)).bytes
 
 

@@ -1,7 +1,7 @@
 """Averages that a few lying clients cannot pull where they like: bounded, trimmed and voted updates.
 
-All rules work on updates, reply minus what was sent, as the rows of one matrix (K, D) in float64. With K clients, of
-which at most f lie:
+All rules work on updates, reply minus payload, as the rows of one matrix (K, D) in float64. With K clients, at most f
+of them liars:
 
 ===============  ====================================================================================  ==========
 ``norm``         ``u_k <- u_k min(1, median_i ||u_i|| / ||u_k||)``; bounds a lie, does not remove it    K >= 2f + 1
@@ -17,7 +17,7 @@ which at most f lie:
 Every limit is a multiple of a `lower_median`.
 
 Rules are composed from left to right: ``norm+trimmed`` bounds all updates and trims what is left. `norm` and
-`geomedian` weigh clients by their sample counts. A count is what a client says of itself, so `capped` goes with them.
+`geomedian` weigh clients by their sample counts. A client states its own count, so `capped` goes with them.
 The other rules count every client once.
 
 Where a class or a cluster has its own senders, K is their number. If it is too small for the rule, `fitting` says what
@@ -178,7 +178,7 @@ def parsed(text: str) -> tuple[str, ...]:
     Raises
     ------
     ValueError
-        Unknown or repeated rules, or one that leaves nothing for the next; the message says which.
+        Unknown or repeated rules, or one that leaves nothing for the next; the message names them.
     """
     if text == "none":
         return ()

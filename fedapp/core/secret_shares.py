@@ -1,4 +1,4 @@
-"""Shamir's secret sharing: a secret in n shares, of which any t give it back and t - 1 say nothing of it.
+"""Shamir's secret sharing: a secret in n shares; any t give it back and t - 1 reveal nothing.
 
 A. Shamir, How to Share a Secret, Communications of the ACM 22, 1979. The secret is the value at 0 of a random
 polynomial of degree t - 1 over a prime field, and share x is its value at x. Shares belong to positions 1 .. n.
@@ -87,7 +87,7 @@ def corrected(values: Sequence[int], positions: Sequence[int], threshold: int, p
 
     Parameters
     ----------
-    values : at the positions, of which none comes twice.   threshold : t.
+    values : at the positions, which are distinct.   threshold : t.
 
     Returns
     -------

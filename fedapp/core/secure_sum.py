@@ -1,4 +1,4 @@
-"""Sums of vectors of which the server sees no single one, also where clients drop out on the way.
+"""Sums of vectors that hide each single vector from the server, also where clients drop out on the way.
 
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017.
 
@@ -20,7 +20,7 @@ Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Lea
 
 s_u and b_u live for one exchange. With keys for the whole run, dropping out once would give away all earlier vectors:
 once s_u of a client that is gone is open, so are its masks of all earlier exchanges, and the server has opened its b_u
-in these. So only c_u lasts, of which no share is ever given away.
+in these. So only c_u lasts, and its shares are never given away.
 
 A server that tells clients of different U_3 is found out in 4, round 3 of the paper's protocol against active servers,
 with codes that each pair of clients can check instead of signatures. A client agrees once in an exchange, so t clients
@@ -338,8 +338,7 @@ class Member:
         }
         if len(agreed) < kept["threshold"]:
             raise Unsafe(
-                f"{len(agreed)} clients say that they were told of the same clients in the sum, and "
-                f"{kept['threshold']} are needed"
+                f"{len(agreed)} clients confirm the same list of clients in the sum, and {kept['threshold']} are needed"
             )
         left, opened = set(kept["left"]), zip(kept["there"], _pieces(kept["opened"], 2 * SHARE), strict=True)
         rows = [pair[SHARE:] if other in left else pair[:SHARE] for other, pair in opened]
@@ -371,7 +370,7 @@ _BLAME = "these clients sent it false shares: "
 
 
 def blamed(reason: str) -> set[int]:
-    """Return the clients that a client says, in the text of an `Unsafe`, to have sent it false shares."""
+    """Return the clients that the text of a client's `Unsafe` names as senders of false shares."""
     _, found, names = reason.partition(_BLAME)
     return {int(n) for n in names.split(", ") if n.isascii() and n.isdigit()} if found else set()
 
@@ -463,7 +462,7 @@ class Collector:
         """Return b_u of a client that is left, or s_u of one that is gone; None where the shares do not give it.
 
         Shares of t holders do, as the digest shows, if none of them is false. Else up to half of the shares beyond t
-        may be false, whoever holds them; and all beyond t, where others next to each other in the circle of all do.
+        may be false, with any holders; and all beyond t, where others next to each other in the circle of all do.
         """
         often = Counter(holder for _, holder in self.disputes)
         holders = sorted(shares, key=lambda h: (often[h], h))  # those that were right before come first

@@ -36,14 +36,14 @@ Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
 
 UNSEEN = -1e4
-"""Logit of a class without samples, beside the mean logit of the others: it loses, and its probability is 0."""
+"""Logit of a class without samples, added to the mean logit of the others: it loses, and its probability is 0."""
 SCALES: Float64 = 2.0 ** (np.arange(-24, 41) / 4)
-"""Factors for logits, 1/64 to 1024, of which `best_scale` takes one."""
+"""Factors for logits, 1/64 to 1024; `best_scale` takes one of them."""
 PENALTIES: Float64 = np.array(
     [p * f for p in (1e-2, 1e-1, 1e0, 1e1, 1e2, 1e3, 1e4) for f in (1.0, 1.7782794100389228, 3.1622776601683795,
      5.623413251903491)] + [1e5]
 )  # fmt: skip
-"""Multiples of a feature's mean square, 0.01 to 100,000, of which `best_penalty` takes one."""
+"""Multiples of a feature's mean square, 0.01 to 100,000; `best_penalty` takes one of them."""
 MOST_BITS, LEAST_BITS = 18, 4
 """Bits behind the point of features whose sums are exact."""
 TOLERANCE = 1e-9
@@ -371,7 +371,7 @@ def as_head(rows: Float64, seen: npt.NDArray[np.bool_], scale: float = 1.0) -> t
     """Return weight (C, d) and bias (C,) in float32, with logits times ``scale``; classes not ``seen`` never win.
 
     A fixed logit would win wherever those of all others are lower, as they may be with biases of ``-||mu||^2 / 2``. The
-    mean of the others' logits never is their largest, so an unseen class gets their mean row, and `UNSEEN` beside it.
+    mean of the others' logits never is their largest, so an unseen class gets their mean row, and `UNSEEN` with it.
     """
     scaled = scale * rows
     scaled[~seen] = scaled[seen].mean(axis=0)
@@ -388,7 +388,7 @@ def scaled_losses(logits: torch.Tensor, labels: torch.Tensor) -> Float64:
 
 
 def capped_losses(losses: Sequence[Float64], factor: float) -> list[Float64]:
-    """Return losses (65,) of all clients, of which none decides on the factor alone.
+    """Return losses (65,) of all clients, capped so that no client decides on the factor alone.
 
     With the smallest factor all logits are nearly equal, so that a client's loss says how many rows it has. No loss
     counts for more than that: it is worse than to know nothing. All losses of a client with more rows than `factor`
@@ -400,5 +400,5 @@ def capped_losses(losses: Sequence[Float64], factor: float) -> list[Float64]:
 
 
 def best_scale(losses: Float64) -> float:
-    """Return the factor in `SCALES` with the smallest sum of losses (65,), and 1 where nobody has any row."""
+    """Return the factor in `SCALES` with the smallest sum of losses (65,), and 1 where no client has a row."""
     return float(SCALES[int(np.argmin(losses))]) if losses.any() else 1.0

@@ -240,8 +240,8 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
 def leaks(dataset: Dataset, partition: Partition) -> list[str]:
     """Look for test rows that training rows give away, and for channels that look mixed up; return what was found.
 
-    Exact copies are counted between all clients' training and test rows; of series also test windows of which one half
-    stands in a training window, as windows that overlap have it.
+    Exact copies are counted between all clients' training and test rows; of series also test windows that share one
+    half with a training window, as overlapping windows do.
     """
     train, test = (
         np.unique(np.concatenate([getattr(c, part) for c in partition.clients])) for part in ("train", "test")

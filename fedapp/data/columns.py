@@ -306,7 +306,7 @@ def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | No
 
     Raises
     ------
-    BadRequest : a column is missing or wrong; the message says which, and what to write.
+    BadRequest : a column is missing or wrong; the message names it and the remedy.
     """
     about, found = _about(where, arrays), _own(where, arrays, expected)
     if not about:
@@ -354,7 +354,7 @@ def _own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | N
 
 
 def _complete(where: object, arrays: Mapping[str, Array]) -> None:
-    """Refuse arrays in parts of which one is missing or empty."""
+    """Refuse arrays in parts if one part is missing or empty."""
     for key in ("x_train", "y_train"):
         if key not in arrays:
             raise BadRequest(

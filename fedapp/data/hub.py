@@ -51,7 +51,7 @@ def read(place: str, settings: DataSettings, node: bool = False) -> Own:
 
     Raises
     ------
-    BadRequest : it cannot be read, or columns are missing or wrong; the message says which.
+    BadRequest : it cannot be read, or columns are missing or wrong; the message names them.
     """
     with tempfile.TemporaryDirectory(prefix="fedapp-") as scratch:
         try:

@@ -18,7 +18,7 @@ kind                 procedure
                      Shamsian et al.). Own code, for the same reason.
 ``two-class``        two random classes per client, N/(2K) images of each drawn with replacement (FedClassAvg's
                      "skewed"): equal sizes; clients overlap and hold duplicates. Own code.
-``shards``           images sorted by label and cut into equal shards, of which each client gets classes_per_client
+``shards``           images sorted by label and cut into equal shards; each client gets classes_per_client of them
                      (McMahan et al. 2017; flwr-datasets ``ShardPartitioner`` on the label column)
 ``flwr:NAME``        any partitioner of flwr-datasets that gives clients whole rows, `fedapp.data.flower`
 ===================  =======================================================================================
@@ -72,8 +72,8 @@ _KINDS: dict[str, tuple[str | None, str]] = {
         "classes-per-client",
         "samples sorted by label are cut into equal shards; each client gets a few",
     ),
-    "by-client": (None, "a column of your data says which client each sample belongs to"),
-    "file": (None, "an index file says who holds what (partition-file)"),
+    "by-client": (None, "a column of your data names each sample's client"),
+    "file": (None, "an index file lists each client's samples (partition-file)"),
 }
 PARTITION_PARAMETER = {kind: key for kind, (key, _) in _KINDS.items()}
 """Every kind, with the run-config key that sets how far it is from iid (None: nothing to set)."""

@@ -37,7 +37,7 @@ Arrays = dict[str, np.ndarray]
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM", "TIFF")
-"""Formats that are read, whatever a file's name says. For some others Pillow starts a program, such as Ghostscript."""
+"""Formats that are read, whatever a file's name. For some others Pillow starts a program, such as Ghostscript."""
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 STANDARD_SIZES = (28, 32, 64)
 ALL_SIZES = (*STANDARD_SIZES, 96, 128, 160, 224)

@@ -164,7 +164,7 @@ def _read(
 
 
 def _of_client(path: Path, root: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
-    """Add what the name and the folder of a client's file say: the columns client and split."""
+    """Add the columns client and split, from the name and the folder of a client's file."""
     client = name_of(path)
     part = part_of(path, root)
     said = {"client": client, **({"split": part} if part else {})}

@@ -1,4 +1,4 @@
-"""The SuperLink's public listener: it passes what registered nodes ask for, within limits, and nothing else.
+"""The SuperLink's public listener: it passes the requests of registered nodes, within limits, and nothing else.
 
 Flower's SuperLink serves nodes, the command line and its own helper processes on one port. A program that reaches that
 port with the CA's certificate can register nodes, submit code, and take over the task of a run. The gate passes exactly
@@ -30,7 +30,7 @@ _PATHS = [
     )
 ]
 NODE_PATHS = frozenset(_PATHS)
-"""All that a SuperNode with a registered key asks for; registering is the operator's affair."""
+"""All requests of a SuperNode with a registered key; registering is the operator's affair."""
 ACTIVATE, PULL, PUSH_OBJECT, PUSH_MESSAGES, PULL_OBJECT, CONFIRM = _PATHS[:6]
 NODES_ONLY, NO_NODES = "this listener serves SuperNodes only", "SuperNodes use the public listener"
 """The answers to everything else."""
@@ -75,7 +75,7 @@ class Gate:
     Parameters
     ----------
     app : the SuperLink.
-    max_reply : bytes that one key may send for each message that the server had for it, or fewer where the message says
+    max_reply : bytes that one key may send for each message that the server had for it, or fewer where it states
         how many its reply can have (`records.group_of`); a reply alone earns nothing, so that sending more of them does
         not help. What was not used is kept for one more message. Bytes are taken off before they are read, and given
         back if the app refuses them.
@@ -83,7 +83,7 @@ class Gate:
     signed : says which node's key has signed a request; see :class:`Signatures`.
     hold : seconds that a question for messages waits for one.
 
-    In memory a node has at most `max_reply` bytes of bodies, of which the app works on one: it makes several copies. Of
+    In memory a node has at most `max_reply` bytes of bodies. The app works on one of them: it makes several copies. Of
     a stranger nothing is read but the head of a request and `FEW` bytes.
 
     Flower checks that the node which a request names is the one whose key has signed it. It does not check that

@@ -81,7 +81,7 @@ def placed(config: RunConfig, out: Path | None, *, resume: bool) -> RunConfig:
 
 
 def run_folder(config: RunConfig, out: Path | None, *, resume: bool) -> Path:
-    """Return the absolute run directory, by default a new one, after a look at what it holds."""
+    """Return the absolute run directory, by default a new one, after a check of its content."""
     folder = new_folder(Path("runs"), run_name(config)) if out is None else absolute(out)
     check_out(folder, resume)
     return folder

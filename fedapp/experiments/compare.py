@@ -242,7 +242,7 @@ def jobs_of(
 
 
 def _check_clients(jobs: Sequence[Job]) -> None:
-    """Refuse methods of which some take clients of several sizes that others leave out."""
+    """Refuse methods if some take clients of several sizes that others leave out."""
     found: dict[tuple[str, int], dict[tuple[str, ...], str]] = {}
     for job in jobs if any(j.config.data.skip_bad for j in jobs) else ():
         names = tasks.federated(job.config, job.config.data.clients).partition.names

@@ -1,6 +1,6 @@
 """The shipped recipes: the settings of published tables, and how they shrink for a laptop.
 
-A recipe is a flat TOML of run-config keys. Its first comment line says what it is. Rows of a table that differ by
+A recipe is a flat TOML of run-config keys. Its first comment line is its description. Rows of a table that differ by
 method alone share a recipe; they are listed below the comment `rows:`, each as `fedapp compare --methods` takes it, two
 blanks, and what the paper calls it. `fedapp recipes NAME` prints it.
 

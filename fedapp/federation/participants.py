@@ -107,11 +107,11 @@ class Participants:
 
     @property
     def clients(self) -> dict[int, tuple[str, bool]]:
-        """What the server knows of the clients' stored states (`Progress.clients`)."""
+        """The server's records of the clients' stored states (`Progress.clients`)."""
         return dict(self.manager.ledger.states)
 
     def restore(self, at: Progress) -> None:
-        """Let the server know the clients' states as it did at `at`."""
+        """Set the server's records of the clients' states to those of `at`."""
         self.manager.ledger.states = dict(at.clients)
 
     def rewind(self, to: Progress, server_round: int) -> None:
@@ -199,7 +199,7 @@ class Participants:
         return arrived
 
     def query(self, at: Progress) -> Query:
-        """Return the function with which a method asks all clients at `at`."""
+        """Return the function with which a method queries all clients at `at`."""
 
         request = replace(self.manager.request, round=at.round + 1, back=self.back)
 

@@ -80,7 +80,7 @@ def check_optimizer(name: str) -> None:
 
     Raises
     ------
-    BadRequest : there is none, or it cannot train here; the message says why.
+    BadRequest : there is none, or it cannot train here; the message has the reason.
     """
     if name in optimizers():
         return
@@ -95,7 +95,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
 
     Raises
     ------
-    BadRequest : there is none, or it cannot train here; the message says why.
+    BadRequest : there is none, or it cannot train here; the message has the reason.
     """
     check_optimizer(name)
     found: type[Optimizer] = getattr(torch.optim, optimizers()[name])

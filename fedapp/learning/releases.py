@@ -9,7 +9,7 @@ In a secure sum each client adds its share of the noise (`Privacy.share`), and t
 the sum has at least, so epsilon is that of the sum.
 
 Each line names the hash of all lines before it. The hash of the last one also stands in the client's state (`head`), in
-each federation, and the server tells each client how many releases it knows of. So an older copy of the ledger that was
+each federation, and the server sends each client its number of releases. So an older copy of the ledger that was
 put back is noticed: it would give the budget back that was spent since. If state and ledger are put back together, of a
 client that no run goes on with, it is not noticed.
 
@@ -47,7 +47,7 @@ ROUNDING = 1e-6
 
 
 def path_of(root: Path, client: int, dataset: str) -> Path:
-    """Return the ledger of a client and a data set, which its name or the path of own data says."""
+    """Return the ledger of a client and a data set, given by its name or by the path of own data."""
     word = re.sub(r"[^a-zA-Z0-9]+", "-", Path(dataset).name)[:40] or "data"
     return root / "privacy" / f"{client}-{word}-{hashlib.sha256(dataset.encode()).hexdigest()[:12]}.jsonl"
 
@@ -67,7 +67,7 @@ class Ledger:
     ----------
     path : of the file; it and its folder are made with the first release.
     head : file that keeps the number of releases and the hash of the last one apart from the ledger; None = nowhere.
-    known : releases that the server knows of.
+    known : releases that the server has counted.
     """
 
     def __init__(self, path: Path, head: Path | None = None, known: int = 0) -> None:
@@ -112,7 +112,7 @@ class Ledger:
         return found, hashes
 
     def _check(self, hashes: list[str]) -> None:
-        """Refuse a ledger that lacks releases which the client's state or the server knows of."""
+        """Refuse a ledger that lacks releases which the client's state or the server has counted."""
         count, same = self.known, True
         for head in self._heads():
             try:
@@ -280,7 +280,7 @@ class Releaser:
 
         Parameters
         ----------
-        count : steps of an epoch, each of which draws every image with probability 1 / count.
+        count : steps of an epoch; each draws every image with probability 1 / count.
         numbers : that are trained.
         booked : False where nothing leaves the client that depends on the training.
 

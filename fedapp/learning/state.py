@@ -78,11 +78,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the server knows of a client's state, from the client's last reply that counted.
+    """The server's record of a client's state, from the client's last reply that counted.
 
     Attributes
     ----------
-    digest : of that state; empty = the server knows of none.
+    digest : of that state; empty = none.
     binding : whether the next training starts from it. It does not where the server sends the whole model and the
         client keeps no array of its own.
     restart : start again where the state is lost, instead of an error.
@@ -207,7 +207,7 @@ def read_safetensors(path: Path, prefix: str = "") -> tuple[Arrays, dict[str, ob
 
 
 def check_header(path: Path, header: Mapping[str, Any], wanted: Mapping[str, Any], remedy: str) -> None:
-    """Compare what a file says about itself with what it should be.
+    """Compare the header of a file with the expected one.
 
     Fields that the file does not name, as those of schema 1, are passed over.
 
@@ -257,11 +257,11 @@ class ClientStore:
         end; 0 = none.
     durable : states survive a power cut (see `write_safetensors`). In a simulation this would cost more than the
         training of small models.
-    expected : what the server knows of this client's state.
+    expected : the server's record of this client's state.
     dp : the run's key. With `sgd` only states of such trainings are read: what others left was made of exact gradients.
     about : what a state means nothing without, such as the names of the classes, by name; a state with another is
         refused.
-    lost : why the client starts again although the server knows of a state; empty = it does not.
+    lost : why the client starts again although the server has a record of a state; empty = it does not.
     ignored : which file could not be read where nothing of it is needed; empty = none.
     back : states from this round on were made of a model that one client had spoiled, and count no more; 0 = all count.
     written : digest of the state that was saved last, the first 32 hexadecimal digits.
@@ -299,7 +299,7 @@ class ClientStore:
     def load(self, before: int, prefix: str = "", needed: bool = True, without: Collection[str] = ()) -> Stored | None:
         """Return the newest state written before round `before`, or None if the client is new.
 
-        It must be the one that the server knows, or one that this client made of it while its replies did not arrive.
+        It must be the one in the server's records, or one that this client made of it while its replies did not arrive.
 
         States of this run from round `before` on belong to rounds that are repeated, so they are ignored.
 
@@ -320,8 +320,8 @@ class ClientStore:
             if known and (needed or self.expected.binding):
                 if stored is None:
                     raise StateError(
-                        f"{self.folder} holds no state of this run, and the server knows of one after which this "
-                        f"client goes on (digest {known}); {BEGIN_ANEW}"
+                        f"{self.folder} holds no state of this run, and the server has a record of one from "
+                        f"which this client continues (digest {known}); {BEGIN_ANEW}"
                     )
                 if known not in (stored.digest, stored.expected):
                     raise StateError(

@@ -327,7 +327,7 @@ def train(
 
     Raises
     ------
-    FloatingPointError : the mean loss is not finite; the message says which setting to lower.
+    FloatingPointError : the mean loss is not finite; the message names the setting to lower.
     BadRequest : the settings name an optimizer, an argument or a schedule that is not valid.
     """
     report, spec = TrainReport(), phase.spec

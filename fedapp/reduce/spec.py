@@ -439,7 +439,7 @@ class Reduced:
         return found
 
     def mean(self, previous: Arrays, group: int | None = None) -> RunningMean | RobustMean:
-        """Return an empty mean of models, in the form that the run asks for.
+        """Return an empty mean of models, in the form that the run requires.
 
         Parameters
         ----------

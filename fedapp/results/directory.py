@@ -58,7 +58,7 @@ PACKAGES = ("fedapp", "flwr", "ray", "torch", "torchvision", "numpy", "pandas", 
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: whoever reads the old one never sees half of the new one."""
+    """Write a file atomically: readers get the old one or the whole new one."""
     with atomic(path, mode=0o644) as part:
         part.write_text(text, encoding="utf-8")
 

@@ -25,7 +25,7 @@ Singles: TypeAlias = dict[str, Single]
 
 
 def _form(**types: Any) -> Any:
-    """Return the type of an object with these values, of which each may be missing."""
+    """Return the type of an object with these values, each optional."""
     fields: dict[str, Any] = {name: (kind, None) for name, kind in types.items()}
     return create_model("Form", **fields)
 
@@ -94,7 +94,7 @@ def wrong_table(table: pd.DataFrame, whole: Collection[str], words: Collection[s
 
     Parameters
     ----------
-    whole : columns that it must have, of which each row has a whole number.   words : columns that may hold text.
+    whole : columns that it must have, with a whole number in each row.   words : columns that may hold text.
     """
     for name in whole if len(table.columns) else ():
         if name not in table:

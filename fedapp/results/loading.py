@@ -51,7 +51,7 @@ def load(
 
     Raises
     ------
-    BadRequest : there is no such client or model; the message says which there are, or how to get one.
+    BadRequest : no client or model has this name; the message lists those that exist, or how to get one.
 
     Examples
     --------

@@ -1,6 +1,6 @@
 """The tables of a report's page, and the page, which the templates next to this file lay out.
 
-`run.html.jinja` and `comparison.html.jinja` hold what a page says, `parts.html.jinja` how its parts look, and
+`run.html.jinja` and `comparison.html.jinja` hold the text of a page, `parts.html.jinja` the look of its parts, and
 `report.html.jinja` the frame.
 """
 

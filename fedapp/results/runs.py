@@ -125,7 +125,7 @@ def _table(name: str, *whole: str) -> cached_property[pd.DataFrame]:
 
 
 def _json(name: str, wrong: Callable[[Mapping[str, Any]], str] = lambda _: "") -> cached_property[dict[str, Any]]:
-    """Read a JSON file of which `wrong` says what is damaged."""
+    """Read a JSON file; `wrong` returns its damage."""
 
     def read_whole(run: RunResult) -> dict[str, Any]:
         value = read_json(run.out / name)
@@ -296,8 +296,8 @@ class RunResult:
 
         A client that is scored in round t holds what the server made in round t - 1, and perhaps trained it once: t - 1
         rounds are completed. The last row is the evaluation of all clients after the last round, which tables show.
-        Where the clients of a round are sampled and `evaluations.csv` has scores of all clients, those stand in place
-        of the participants' scores.
+        Where the clients of a round are sampled and `evaluations.csv` has scores of all clients, those replace the
+        participants' scores.
 
         Parameters
         ----------
@@ -428,7 +428,7 @@ class RunResult:
     def resolution(self, all_classes: bool = False) -> float:
         """Return the smallest step of a mean accuracy over clients, or of an all-class score; NaN without test rows.
 
-        All-class scores are measured on the clients' test rows together, or on as many of them as the run says.
+        All-class scores are measured on the clients' test rows together, or on the run's number of them.
         """
         if not all_classes:
             return resolution(self.test_rows)

@@ -16,7 +16,7 @@ class StorageSettings(Group):
     federation: str = Field("", description="name under which clients store their state; empty = run")
     lost_state: Literal["refuse", "restart"] = Field(
         "refuse",
-        description="what a client does whose stored state is lost, damaged, older than the server knows or another "
+        description="what a client does whose stored state is lost, damaged, older than its last reply or another "
         "client's: refuse = it takes no part and is named; restart = it starts again, marked in the tables",
     )
     warm_start: bool = Field(False, description="clients start from the state that an earlier run left")

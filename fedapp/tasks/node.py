@@ -149,7 +149,7 @@ class Node(BaseModel):
     dp_epsilon: Positive = Field(
         0.0,
         description="limit of epsilon for all releases from this node's data together, in all runs and whatever a run "
-        "asks for (default: the run's)",
+        "requests (default: the run's)",
     )
     dp_delta: Positive = Field(0.0, description="delta for which `dp-epsilon` holds (default: the run's)")
     secure_colluders: Count = Field(
@@ -289,8 +289,8 @@ class Node(BaseModel):
             return
         if config.privacy.dp == "example":
             raise BadRequest(
-                f"this node's owner asks for at least {self.min_class_count} images of every class of which a reply "
-                "says something (min-class-count in the node-config), and with dp = 'example' replies say something, "
+                f"this node's owner requires at least {self.min_class_count} images of every class that a reply "
+                "describes (min-class-count in the node-config), and with dp = 'example' replies describe something, "
                 "with noise, of every class: its owner removes min-class-count, or the run takes dp = 'none'"
             )
         if not threshold:
@@ -301,8 +301,8 @@ class Node(BaseModel):
             )
         if int(getattr(hparams, threshold)) < self.min_class_count:
             raise BadRequest(
-                f"this node's owner asks for at least {self.min_class_count} images of every class of which a reply "
-                f"says something (min-class-count in the node-config), this run {getattr(hparams, threshold)}: "
+                f"this node's owner requires at least {self.min_class_count} images of every class that a reply "
+                f"describes (min-class-count in the node-config), this run {getattr(hparams, threshold)}: "
                 f'set method-args="{threshold}={self.min_class_count}"'
             )
 
@@ -354,7 +354,7 @@ def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
 
 
 class OwnDataError(BadRequest):
-    """A node's own data do not fit what a run asks for; the text may hold values of the data, so it stays there."""
+    """A node's own data do not fit a run; the text may hold values of the data, so it stays there."""
 
 
 @functools.lru_cache(maxsize=2)

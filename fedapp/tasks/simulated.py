@@ -293,7 +293,7 @@ def fitted(inputs: InputSpec, rows: Rows, how: str) -> InputSpec:
 
 
 def check_moments(config: RunConfig, inputs: InputSpec) -> None:
-    """Refuse, with `dp`, samples that own rows normalise; only the data tell whether the published numbers fit them.
+    """Refuse, with `dp`, samples that own rows normalise; whether the published numbers fit them depends on the data.
 
     Raises
     ------
@@ -443,7 +443,7 @@ def settled(config: RunConfig, clients: int) -> RunConfig:
 
     Parameters
     ----------
-    clients : their number where neither the configuration nor the data say it.
+    clients : their number where neither the configuration nor the data determine it.
 
     Raises
     ------

@@ -11,7 +11,7 @@ from fedapp.errors import counted, described
 from fedapp.method import ClientInfo, Method
 
 Facts = Mapping[str, Any]
-"""What a client stated when it registered, beside its `ClientInfo`."""
+"""What a client stated when it registered, next to its `ClientInfo`."""
 
 
 def clash(method: Method, a: ClientInfo, b: ClientInfo, facts_a: Facts, facts_b: Facts) -> str | None:

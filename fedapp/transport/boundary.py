@@ -1,8 +1,8 @@
 """The one way in for a client's reply: all of it is checked against what the server expects before it is decoded.
 
 `read` never raises. A reply comes back as `Good`, or as `Refused` with the reason, whatever was sent. What is expected
-follows from the server's own model, never from what a client says of itself: names, shapes, dtypes, sizes, and ranges
-of all numbers. Sizes are checked before anything is decoded, so that no header can make the server ask for memory.
+follows from the server's own model, never from a client's statements: names, shapes, dtypes, sizes, and ranges
+of all numbers. Sizes are checked before anything is decoded, so that no header can make the server allocate memory.
 `delivery.arrived` does the same for the pieces in which a reply arrives from a real node.
 """
 
@@ -26,7 +26,7 @@ from fedapp.transport.delivery import TEXT_MOST
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, Part, reply_of
 
 FAILED, BAD, IMPOSSIBLE, ANOTHER = "failed", "bad value", "impossible", "another client"
-"""Grades of what does not count: the client says itself that it failed, or did not answer; a number out of range, such
+"""Grades of what does not count: the client reported a failure, or did not answer; a number out of range, such
 as an honest client may send too when its model diverges; what no client code of ours can send; a reply in the name of
 another client, as from a node that was restarted with another id."""
 
@@ -37,7 +37,7 @@ NPY_HEADER = 256
 NPY_ALIGNED = 64
 """NumPy fills up its headers to a multiple of so many bytes."""
 FURTHER, METRICS_MOST, LIST_MOST = 4096, 256, 65_536
-"""Largest numbers of arrays beside the model's, of metrics, and of entries of one metric."""
+"""Largest numbers of arrays next to the model's, of metrics, and of entries of one metric."""
 NAME_MOST, INFO_MOST = 200, 16
 """Largest length of a name, in characters, and number of facts."""
 COUNT_MOST = 10**9
@@ -46,7 +46,7 @@ LARGE = 1e4
 """Largest value of heads and of means of representations, the default of `max-abs`; of anything else: `LARGEST`."""
 SECONDS_MOST = 1e7
 FACTS = frozenset(("client", "model", "state", "state-from", "state-binds", "state-lost", CAST))
-"""What a reply may state beside numbers."""
+"""Names of a reply's facts that are not numbers."""
 HELLO = {
     "client": (0, 999_999),
     "num-examples": (1, COUNT_MOST),
@@ -81,7 +81,7 @@ class Contract:
     count, tests : training and test samples that the client stated when it registered; tests = -1: not stated.
     wire_dtype : `fp32`, or `fp16` if float32 arrays travel in half precision.
     max_abs : largest value in heads and in means of representations.
-    metrics : says whether a metric's name is one that the run or the method asks for.
+    metrics : returns whether a metric's name is one of the run or of the method.
     scored : whether the reply must hold a score.
     raw : dtype and shape by name of arrays whose numbers mean nothing by themselves (secure sums). Where there are any,
         the reply holds these and no others.
@@ -248,7 +248,7 @@ def _records_problem(content: Any) -> str | None:
         (set(content.config_records), {INFO}),
     )
     extra = [str(name)[:NAME_MOST] for names, known in found for name in names - known]
-    return f"it holds a record '{extra[0]}' that nobody asked for" if extra else None
+    return f"it holds a record '{extra[0]}' that was not asked for" if extra else None
 
 
 def _info_problem(info: Mapping[str, Any], contract: Contract) -> str | None:
@@ -256,7 +256,7 @@ def _info_problem(info: Mapping[str, Any], contract: Contract) -> str | None:
         return f"it states {len(info)} facts, at most {INFO_MOST} are possible"
     for name, value in info.items():
         if name not in FACTS:
-            return f"it states '{name[:NAME_MOST]}', which nobody asked for"
+            return f"it states '{name[:NAME_MOST]}', which was not asked for"
         if not isinstance(value, (str, int, float, bool)):
             return f"the fact '{name[:NAME_MOST]}' is a {type(value).__name__}"
         if isinstance(value, str) and name != CAST and len(value) > TEXT_MOST:
@@ -288,7 +288,7 @@ def _names_problem(sizes: Mapping[str, int], contract: Contract) -> str | None:
         return f"'{strange}' is not an array that {contract.method} shares"
     rest = sum(sizes[name] for name in further)
     if rest > contract.further_bytes:
-        return f"arrays beside the model's have {rest} bytes, at most {contract.further_bytes} are possible"
+        return f"arrays next to the model's have {rest} bytes, at most {contract.further_bytes} are possible"
     return None
 
 
@@ -371,7 +371,7 @@ def _metrics_problem(metrics: Mapping[str, Any], contract: Contract) -> str | No
         if len(name) > NAME_MOST:
             return f"the name of a metric has {len(name)} characters, at most {NAME_MOST} are possible"
         if name != "num-examples" and not contract.metrics(name):
-            return f"nobody asked for the metric '{name}': a method names its own in Method.columns or Method.metrics"
+            return f"the metric '{name}' was not asked for: a method names its own in Method.columns or Method.metrics"
         if isinstance(value, list) and len(value) > LIST_MOST:
             return f"'{name}' has {len(value)} numbers, at most {LIST_MOST} are possible"
         if isinstance(value, list) and (name.endswith(_SCORE) or name == "num-examples"):

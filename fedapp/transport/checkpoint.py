@@ -89,7 +89,7 @@ def save(
     Parameters
     ----------
     remembered : what else the run must remember.
-    identity : what the file says about the run (method, run token, federation); readers compare it.
+    identity : of the run (method, run token, federation); readers compare it.
     records : entries of the state that note numbers which may be NaN.
 
     Returns

@@ -40,14 +40,14 @@ def private_update(arrays: Mapping[str, Array], received: Mapping[str, Array], r
 
     Parameters
     ----------
-    arrays : what the client would send, by name, all of which it has received.
-    received : what the server sent, by name.
+    arrays : the client's reply, by name; it has received all of these names.
+    received : the payload, by name.
     releaser : books the release and draws the noise.
 
     Raises
     ------
     BadRequest : the release would pass the budget.
-    RuntimeError : an array was not received, so that nobody knows how much it can change.
+    RuntimeError : an array was not received, so that its change is unknown.
     """
     strange = [n for n, a in arrays.items() if n not in received or not np.issubdtype(a.dtype, np.floating)]
     if strange:

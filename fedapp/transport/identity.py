@@ -65,7 +65,7 @@ class Identity:
 
 
 def unproved(reason: str) -> set[int]:
-    """Return the client whose key a client says, in a text of `Identity.problem_of`, not to be proved."""
+    """Return the client whose key is not proved by a text of `Identity.problem_of`."""
     return {int(n) for n in re.findall(r"to be client ([0-9]{1,18})'s is not signed by its node", reason)[:1]}
 
 

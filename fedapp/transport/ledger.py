@@ -34,7 +34,7 @@ class StateLedger:
         self.released: dict[int, int] = {}
 
     def request(self, client: int, request: RoundRequest) -> RoundRequest:
-        """Return a request to one client, with what the server knows of its state."""
+        """Return a request to one client, with the server's record of its state."""
         digest, binds = self.states.get(client, ("", True))
         released = self.released.get(client, 0)
         return replace(request, client=client, state=digest, state_binds=binds or not digest, releases=released)
@@ -50,7 +50,7 @@ class StateLedger:
             return f"its state is lost and it started again, which lost-state = 'refuse' does not allow: {lost}"
         known = self.states.get(client, ("", False))[0]
         if not lost and info.get("state-from", "") != known:
-            return f"it went on from the state '{info.get('state-from', '')}', the server knows '{known}'"
+            return f"it went on from the state '{info.get('state-from', '')}', the server's record is '{known}'"
         return None
 
     def note(self, client: int, info: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:

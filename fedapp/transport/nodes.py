@@ -40,7 +40,7 @@ _DIGITS = re.compile(r"\d")
 
 
 class NodeCohort(Cohort):
-    """Clients on real nodes, each of which gets messages of its own.
+    """Clients on real nodes; each gets messages of its own.
 
     Parameters
     ----------

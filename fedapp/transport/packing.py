@@ -61,7 +61,7 @@ def pack(messages: Iterable[Message]) -> None:
 
 
 def joined(arrays: Mapping[str, FlowerArray]) -> FlowerArray | None:
-    """Return encoded arrays as one, or None if they are so many that nobody would read it."""
+    """Return encoded arrays as one, or None if they are too many for a receiver."""
     index = json.dumps({name: (a.dtype, a.shape, a.stype, len(a.data)) for name, a in arrays.items()}).encode()
     if len(index) > INDEX:
         return None

@@ -44,7 +44,7 @@ class _Shared(FlowerArray):
     """An array in a message within a simulation, which Ray copies once, into memory that all processes map.
 
     Ray does so with a `PickleBuffer` alone; bytes it copies three times. The receiver gets Flower's own class, with the
-    mapped memory in place of the bytes. On real nodes the name of the class would be part of the message.
+    mapped memory instead of the bytes. On real nodes the name of the class would be part of the message.
     """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -73,7 +73,7 @@ class _Common(_Shared):
 
 
 class _Stored(NamedTuple):
-    """Stands for what Ray has stored: whoever reads a message with it gets the memory."""
+    """Stands for bytes that Ray has stored: a reader of the message gets the memory."""
 
     get: Callable[[Any], Any]
     reference: Any
@@ -237,7 +237,7 @@ def parts(content: RecordDict) -> dict[int, Part]:
 
 
 def payload_of(message: Message | Part, checked: bool = False) -> tuple[Payload, RoundRequest]:
-    """Decode a message of the server: the payload, whose arrays nobody else has, and the request.
+    """Decode a message of the server: the payload, whose arrays have no other owner, and the request.
 
     Parameters
     ----------
@@ -260,7 +260,7 @@ def reply_records(
 
     Parameters
     ----------
-    lend : Ray takes the reply to another process, from where the arrays are. Until then nobody may change them.
+    lend : Ray takes the reply to another process, from where the arrays are. Until then they must not change.
     """
     sent = {n: encoded(a, wire_dtype, _Shared if lend else FlowerArray, lend) for n, a in arrays.items()}
     casts = {n: str(a.dtype) for n, a in arrays.items() if str(a.dtype) != sent[n].dtype}

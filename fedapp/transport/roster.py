@@ -127,7 +127,7 @@ def _write(path: Path, entries: Iterable[Admitted]) -> None:
 
 
 def check(entry: Admitted, client: int, examples: int, tests: int = 0) -> None:
-    """Check what a node says of itself: which client it is, and how many training and test rows it has.
+    """Check a node's statements: its client id, and its numbers of training and test rows.
 
     Raises
     ------

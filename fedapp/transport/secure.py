@@ -7,7 +7,7 @@ message        what the server sends                               what a client
 =============  ==================================================  =====================================================
 query.keys     nothing; once per client and run                    c_u's public key, and a proof (`identity`)
 query.shares   ids, keys, proofs of U_1                            s_u's public key, digest of b_u, encrypted shares
-train, ...     as ever, and the shares that others encrypted       its numbers as ever, its arrays as one hidden vector
+train, ...     as usual, and the shares that others encrypted      its numbers as usual, its arrays as one hidden vector
 query.agree    whose vectors arrived                               a code for each of these: so I was told
 query.unmask   the codes that the others made for the client       one share for each client of U_2
 =============  ==================================================  =====================================================
@@ -216,12 +216,12 @@ class SecureClient:
         return {KEYS: _bytes(offer.key), DIGEST: _bytes(offer.digest), SHARES: offer.sealed}
 
     def hide(self, given: Payload, arrays: Mapping[str, Array], bits: int | None = None) -> Arrays:
-        """Return what is sent in place of arrays, which `additive` made.
+        """Return the hidden form of arrays that `additive` made.
 
         Parameters
         ----------
         given : the part of the message that `taken_from` took out of it.
-        bits : see `masks.encode`; None = as many as the message asks for.
+        bits : see `masks.encode`; None = as many as the message requests.
         """
         bits = _bits(given) if bits is None else bits
         ids = _ids(given.arrays.get(IDS))
@@ -442,9 +442,10 @@ class SecureSums:
         return total
 
     def _blame(self, exchange: Exchange, asked: Collection[int], collector: Collector) -> None:
-        """Block whom more clients say to have sent false shares, or a key without a proof, than may drop out.
+        """Block senders of false shares, or of a key without a proof, that more clients name than may drop out.
 
-        At least two must say so. Who says so is gone, whoever of the two lies; so many could end the round anyway.
+        At least two must name a sender. Those who do are gone too, whichever side lies; so many could end the round
+        anyway.
         """
         told: Counter[int] = Counter()
         for text in {d.client: d.reason for d in exchange.dropped if d.client in asked}.values():
@@ -466,7 +467,7 @@ class SecureSums:
                 continue
             named = ", ".join(map(str, clients[:20]))
             text = f"round {exchange.round}: either client {named} gave client {holder} a false share of a secret, or "
-            text += f"client {holder} opened one; the sum was opened without it, and nobody is blocked"
+            text += f"client {holder} opened one; the sum was opened without it, and no one is blocked"
             self.cohort.event({"kind": "warning", "text": text})
 
     def _before(self, name: str) -> set[int] | None:

@@ -82,7 +82,7 @@ def problem_of(reply: Reply, check: Check) -> str | None:
 
 
 def failure(message: Message) -> Refused:
-    """Return why an error reply does not count; if a Ray worker died, a last line says so and what to do."""
+    """Return why an error reply does not count; if a Ray worker died, a last line has the cause and the remedy."""
     error = message.error
     reason = str(error.reason or f"error code {error.code}")
     if any(f"ray.exceptions.{name}" in reason for name in WORKER_DIED):

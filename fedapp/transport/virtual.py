@@ -143,7 +143,7 @@ class VirtualCohort(Cohort):
     in_turn = True
     several = True
     _hosts: Sequence[int] = ()
-    """The nodes, each of which runs any client."""
+    """The nodes; each runs any client."""
     _asked: Sequence[int] = ()
     """The clients that were asked who they are."""
 

@@ -98,7 +98,7 @@ class Rollback(Hook):
         return iter(self.shortened(at, exchange.round, cohort.wait_for(exchange, replies)))
 
     def shortened(self, at: Progress, server_round: int, replies: Sequence[Reply]) -> list[Reply]:
-        """Return replies of which no model changed more than the median client's."""
+        """Return replies whose models changed at most as much as the median client's."""
         strategy = self.run.cohort.strategy
         sent = {c: p.all() for c, p in strategy.send_each(at.state, server_round, [r.client for r in replies])}
         initial = strategy.context.initial

@@ -1,4 +1,4 @@
-"""Pieces of which figures are made: panels, looks of lines, legends, heat maps; arrays in, no run directories."""
+"""Parts of figures: panels, looks of lines, legends, heat maps; arrays in, no run directories."""
 
 from __future__ import annotations
 
