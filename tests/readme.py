@@ -10,6 +10,7 @@ from typing import Any
 from fedapp import registry
 from fedapp.cli.listing import notes
 from fedapp.cli.printing import kind
+from fedapp.method import Method
 from fedapp.results.statistics import DASH
 from fedapp.tasks.node import Node
 
@@ -17,8 +18,11 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 OWN_MODELS = ROOT / "docs" / "own-models.md"
 METHODS = tuple(sorted((ROOT / "docs" / "methods").glob("*.md")))
-GUIDES = tuple(ROOT / "docs" / f"{page}.md" for page in ("own-method", "choosing", "deployment", "training"))
-QUOTING = (OWN_MODELS, *GUIDES, *METHODS)
+GUIDES = tuple(
+    ROOT / "docs" / f"{page}.md" for page in ("own-data", "own-method", "choosing", "deployment", "training")
+)
+TUTORIALS = tuple(sorted((ROOT / "docs" / "tutorials").glob("*.md")))
+QUOTING = (README, OWN_MODELS, *GUIDES, *TUTORIALS, *METHODS)
 OPEN = '<div class="keys" markdown>'
 """Begin of a table that narrow screens show as a list (`docs/site.css`)."""
 READS = (
@@ -135,6 +139,31 @@ def node_table() -> str:
     return "\n".join(["| node-config key | |", "|---|---|", *rows])
 
 
+def families() -> dict[str, list[Method]]:
+    """Return all methods in four groups, by what they declare."""
+    found: dict[str, list[Method]] = {}
+    for m in registry.discover().values():
+        kinds = {
+            "Different architectures": m.heterogeneous,
+            "A head computed after training": "base" in m.hparams.model_fields,
+            "One global model": m.global_model and m.deploy_as == "received",
+            "A model for each client": True,
+        }
+        found.setdefault(next(name for name, fits in kinds.items() if fits), []).append(m)
+    return found
+
+
+def families_list() -> str:
+    """Build the list of all methods in these groups."""
+
+    def name(method: Method, group: str) -> str:
+        return f"{method.title} (also a global one)" if "each" in group and method.global_model else method.title
+
+    return "\n".join(
+        f"- **{group}**: {', '.join(name(m, group) for m in found)}." for group, found in families().items()
+    )
+
+
 def cell(text: str) -> str:
     """Return plain text as a cell of a table, without marks that Markdown or HTML would take for its own."""
     return re.sub(r"([\\|*_<>`\[\]~])", r"\\\1", " ".join(text.split()))
@@ -174,7 +203,8 @@ def renewed(text: str) -> str:
             table = "\n".join(fields(m.hparams.model_json_schema()))
             text = between(text, f"hyperparameters-{m.id}", table)
     text = between(between(files(text), "needs", needs_table()), "node", node_table())
-    return between(between(text, "defaults", defaults_table()), "choose", choosing_table())
+    text = between(between(text, "defaults", defaults_table()), "families", families_list())
+    return between(text, "choose", choosing_table())
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from fedapp.method import BaseHParams, Method
 from reproduction.studies import choosing
 from strategies.base import Strategy
 from tests.house import FILES, module
-from tests.readme import OPEN, ROOT, cell, code, fields, methods_table
+from tests.readme import OPEN, ROOT, cell, code, families, fields, methods_table
 
 GUIDES: dict[str, dict[str, dict[str, str]]] = {
     "Get started": {
@@ -127,20 +127,6 @@ def _inner(name: str) -> list[str]:
 def api() -> dict[str, list[str]]:
     """Return the modules of the API pages by section, without those of the methods."""
     return {**{k: list(v) for k, v in API.items()}, **{title: _inner(name) for name, title in ROOMS.items()}}
-
-
-def families() -> dict[str, list[Method]]:
-    """Return all methods in four groups, by what they declare."""
-    found: dict[str, list[Method]] = {}
-    for m in registry.discover().values():
-        kinds = {
-            "Different architectures": m.heterogeneous,
-            "A head computed after training": "base" in m.hparams.model_fields,
-            "One global model": m.global_model and m.deploy_as == "received",
-            "A model for each client": True,
-        }
-        found.setdefault(next(name for name, fits in kinds.items() if fits), []).append(m)
-    return found
 
 
 def keys() -> str:
