@@ -135,3 +135,20 @@ def test_the_other_commands_work_after_the_first_tutorial(here: Path) -> None:
         "fedapp run --dataset npz --set data-dir=shapes.npz --method fedgh --clients 3 --rounds 1 --engine local "
         "--set model=cnn-a --out runs/npz"
     )
+
+
+def form(screen: str) -> list[str]:
+    """Return the title, the table and the lines below it, with `#` for numbers and without the sentences between."""
+    title, *lines = screen.strip().splitlines()
+    table = next(i for i, line in enumerate(lines) if line.split()[:2] == ["own", "vs"])
+    text = "\n".join([title, *(" ".join(line.split()) for line in lines[table:])]).partition("\nreport ")[0]
+    return re.sub(r"# (?:s|min) of", "# of", re.sub(r"[-+]?\d[\d.,/]*(?<=\d)", "#", text)).split("\n")
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("here")
+def test_the_quick_start_shows_the_screen_of_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    found = [(before, body) for before, _, body in blocks((DOCS / "quickstart.md").read_text(encoding="utf-8"))]
+    at = next(i for i, (_, body) in enumerate(found) if body.startswith("fedapp compare digits"))
+    assert form(tried(found[at][1], rounds=2)) == form(found[at + 1][1])

@@ -119,9 +119,9 @@ class Node(BaseModel):
         0,
         description="smallest number of images that a class must have before a reply may describe it (default 0): "
         "FedGH, FedGH on Gaussians, pFedFDA, CCVR, Personal CCVR, FedNCM, Fed3R, LDA, QDA and FedCOF must have a "
-        "threshold at least as high in `method-args`; FedProto, FedTGP, FedNH, FedPAC, FD and cwFedAvg with `dist=empirical`, "
-        "which have no such option, are refused. All these methods are refused with `dp = example`, since their "
-        "replies then describe every class, with noise",
+        "threshold at least as high in `method-args`; FedProto, FedTGP, FedNH, FedPAC, FD and cwFedAvg with "
+        "`dist=empirical`, which have no such option, are refused. All these methods are refused with `dp = example`, "
+        "since their replies then describe every class, with noise",
     )
     weights_dir: Text = Field(
         "", description="folder with stored weights, if the run's model has such: the file has the same name there"
