@@ -177,7 +177,7 @@ def score_newcomer(
     Parameters
     ----------
     build : makes the client as :func:`newcomer` does. A method's client keeps what it likes, so each score has its own.
-    payload : what the server sends a newcomer in `server_round`.
+    payload : the server's to a newcomer in `server_round`.
 
     Returns
     -------
@@ -216,7 +216,7 @@ def secrets_of(context: Context, config: RunConfig, client: int) -> Iterator[Sec
 
 @dataclass(frozen=True)
 class Handlers:
-    """The handlers of one client: each returns what the client replies to a kind of message."""
+    """The handlers of one client: each returns the client's reply to a kind of message."""
 
     context: Context
     config: RunConfig
@@ -239,7 +239,7 @@ class Handlers:
         return around(found, steps)
 
     def register(self, request: RoundRequest, payload: Payload) -> Outcome:
-        """Return what the client states about itself, after a check of all that it would refuse later."""
+        """Return the client's statements about itself, after a check of all that it would refuse later."""
         client = self.client
         if process.real_node():
             nodes.try_own(client.task)
@@ -319,7 +319,7 @@ def _tuned(client: FedClient, protocol: str, balanced: bool) -> dict[str, Any]:
 
 
 def state_facts(client: FedClient) -> dict[str, Scalar]:
-    """Return what the server must know of the state that a round has stored, to recognise it in the next one.
+    """Return the facts by which the server recognises the stored state of a round in the next one.
 
     Returns
     -------

@@ -53,7 +53,7 @@ def forget() -> None:
 
 @functools.cache
 def _of_package(entry: plugins.Entry) -> Method:
-    """Import a method of an installed package; a `BadRequest` names the package and says what is wrong."""
+    """Import a method of an installed package; a `BadRequest` names the package and the fault."""
     method = entry.load()
     if not isinstance(method, Method):
         raise BadRequest(f"{entry}: {entry.target} is no METHOD = Method(...)")
@@ -95,7 +95,7 @@ def _found(name: str) -> Method | str | None:
 
 
 def _method_of(name: str) -> Method:
-    """Import a module and return its `METHOD`; a `BadRequest` says what is wrong with it."""
+    """Import a module and return its `METHOD`; a `BadRequest` names the fault."""
     method = getattr(importlib.import_module(f"strategies.{name}"), "METHOD", None)
     if not isinstance(method, Method):
         raise BadRequest("states no METHOD = Method(...)")

@@ -268,7 +268,7 @@ class Run(Setup):
         return RunDirectory(self.out, config, self.done if self.start else -1)
 
     def _find(self) -> None:
-        """Find the checkpoint that this run goes on from, and note what was wrong with newer ones."""
+        """Find the checkpoint that this run goes on from, and note the faults of newer ones."""
         path = self.out / "versions.json"
         try:
             token = str(json.loads(path.read_text(encoding="utf-8"))["run"])

@@ -251,9 +251,9 @@ def test_shares_are_opened_where_t_clients_were_told_of_one_sum() -> None:
         with pytest.raises(Unsafe, match=r"3 clients confirm the same list of clients .* 4 are needed"):
             it.members[10].reveal(it.tag, {**few, **more})
     others = it.codes(30, agreed)
-    with pytest.raises(Unsafe, match="1 clients say"):
+    with pytest.raises(Unsafe, match="1 clients confirm"):
         it.members[10].reveal(it.tag, others)  # made for client 30
-    with pytest.raises(Unsafe, match="1 clients say"):
+    with pytest.raises(Unsafe, match="1 clients confirm"):
         it.members[50].reveal(it.tag, dict(zip([20, 30, 40], (agreed[c][4].tobytes() for c in (20, 30, 40)))))
     it.members[10].reveal(it.tag, it.codes(10, agreed))  # four of one opinion are enough
 

@@ -1,7 +1,7 @@
 """Pretrained bodies: a table of known ones, and descriptions of own ones.
 
-No package of weights is a requirement of fedapp. Where one is missing, a message says what to install. Of these
-packages files are read; only the module that defines EfficientNet-Lite is imported.
+No package of weights is a requirement of fedapp. Where one is missing, a message names the package to install. Of
+these packages files are read; only the module that defines EfficientNet-Lite is imported.
 
 `Body.digest` decides whether features of two files may be added. It covers the weights as they are shipped, the
 preprocessing and the file of a user's own code, and no version, machine or time.
@@ -39,7 +39,7 @@ class Body:
     file : an ONNX file, or weights of `make`.   weights : their SHA-256.
     make : returns the network for `file`, which takes float32 (n, 3, side, side) and returns (n, width) or maps
         (n, width, h, w); None for an ONNX file.   code : SHA-256 of the file that defines a user's `make`.
-    size : side in pixels to which pictures are resized; 0 = as the ONNX file says.
+    size : side in pixels to which pictures are resized; 0 = that of the ONNX file.
     resize : the rule; other than `bilinear` where a library resizes the pictures before.
     mean, std : of grey levels 0 .. 255, one for all channels or one for each; empty for texts and for other arrays.
     tokenizer : a file `tokenizer.json`; empty if the body takes no texts.   tokens : the most that a text may have.

@@ -158,7 +158,7 @@ def _check_robust(config: RunConfig, method: Method, hparams: BaseHParams) -> No
     cap = unless_auto(settings.count_cap, 0.0)
     if rules and not {"rules", OWN_RULE} & set(guards):
         raise BadRequest(
-            f"robust is for averages of what clients send, and {who} has none that it could guard: leave it out, or "
+            f"robust is for averages of clients' replies, and {who} has none that it could guard: leave it out, or "
             "choose another method"
         )
     if rules and "rules" not in guards and rules != (OWN_RULE,):

@@ -73,7 +73,7 @@ class RunConfig(BaseModel):
 
     @property
     def mechanism(self) -> Privacy | None:
-        """What the run states of what leaves a client, or None without `dp`."""
+        """The run's statement about its noised replies, or None without `dp`."""
         dp = self.privacy
         if dp.dp == "none":
             return None

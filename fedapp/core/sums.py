@@ -112,7 +112,7 @@ class FeatureSums:
         return self._a[:-1, :-1]
 
     def arrays(self) -> dict[str, Array]:
-        """Return what a client sends: ``b`` (C, d + 1); if wanted ``a``, the upper triangle, and ``energy`` (1,)."""
+        """Return a client's sums: ``b`` (C, d + 1); if wanted ``a``, the upper triangle, and ``energy`` (1,)."""
         energy = {} if self.energy is None else {"energy": self.energy}
         return {"b": self.b, **energy} if self._a is None else {"a": pack(self._a), "b": self.b, **energy}
 

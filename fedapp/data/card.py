@@ -191,7 +191,7 @@ def _first(names: tuple[str, ...]) -> str:
 
 
 def _sizes(dataset: Dataset) -> tuple[str, ...]:
-    """Say of each size of samples what it is and whose, with the first clients."""
+    """Describe each size of samples, with the first clients that have it."""
     texts = []
     for number, part in enumerate(dataset.parts):
         names = dataset.clients_of(number)
@@ -238,7 +238,7 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
 
 
 def leaks(dataset: Dataset, partition: Partition) -> list[str]:
-    """Look for test rows that training rows give away, and for channels that look mixed up; return what was found.
+    """Look for test rows that training rows give away, and for channels that look mixed up; return the findings.
 
     Exact copies are counted between all clients' training and test rows; of series also test windows that share one
     half with a training window, as overlapping windows do.

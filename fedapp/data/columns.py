@@ -288,7 +288,7 @@ def body_of(where: object, arrays: Mapping[str, Array]) -> str:
 
 
 def features_problem(x: Array) -> str | None:
-    """Say what is wrong with features (N, F) of a body: numbers that are not finite, or a row of zeros alone."""
+    """Describe the faults of features (N, F) of a body: numbers that are not finite, or a row of zeros alone."""
     for bad, what in ((~np.isfinite(x).all(axis=1), "numbers that are not finite"), (~x.any(axis=1), "zeros alone")):
         if bad.any():
             return f"row {int(np.argmax(bad))} has {what} ({int(bad.sum())} in all)"

@@ -1,4 +1,4 @@
-"""One data set: samples with their labels, owners and groups, and what is known of them."""
+"""One data set: samples with their labels, owners, groups and facts about them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Dataset:
     about : of features of a pretrained body, what `fedapp features` wrote of it; empty for all other data.
     parts, part : where clients' samples differ in size, the rows of each size as a data set of their own, and which of
         them each row of the pool is in, int64; the rows of a part have the order that they have here. Then `x_train`
-        and `x_test` have no rows, and what is said of samples above is true of the first part.
+        and `x_test` have no rows, and the statements above hold for the first part.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Dataset:
         return int(np.argmax([len(self.clients_of(n)) for n in range(len(self.parts))]))
 
     def unlike(self) -> list[str]:
-        """Name the clients whose samples have another size than most, and say in what they differ."""
+        """Name the clients whose samples have another size than most, with the differences."""
         usual = self.parts[self.common] if self.parts else self
         texts = []
         for number, one in enumerate(self.parts):

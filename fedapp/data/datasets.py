@@ -127,7 +127,7 @@ def installed() -> dict[str, plugins.Entry]:
 
 
 def published(name: str) -> Facts | None:
-    """Return what is known of a published data set without loading it, or None for the user's own."""
+    """Return the known facts of a published data set without loading it, or None for the user's own."""
     return _FACTS.get(name)
 
 
@@ -296,7 +296,7 @@ def _described(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find(name: str, root: Path | None, settings: DataSettings, node: bool) -> _Source:
-    """Return the source of a data set: the user's arrays first, then what is installed or published."""
+    """Return the source of a data set: the user's arrays first, then an installed or published one."""
     if name not in DATASET_NAMES:
         return _of_package(installed()[name], root)
     own = root / f"{name}.npz" if root is not None else None
@@ -387,7 +387,7 @@ def _samples(own: Own, facts: Facts | None) -> dict[str, Any]:
 
 
 def _identity(own: Own, classes: Sequence[str]) -> dict[str, str]:
-    """Return SHA-256 of what the data are, part by part, so that a message can say what has changed."""
+    """Return SHA-256 of the data, part by part, so that a message can name the change."""
     sized = own.parts or (own,)
     parts: dict[str, list[Any]] = {
         "samples": [one.arrays[key] for one in sized for key in ("x_train", "x_test")],

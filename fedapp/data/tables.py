@@ -370,7 +370,7 @@ def _body(path: Path, mark: str, names: list[str], start: int, texts: Mapping[st
 
 @dataclass
 class _Features:
-    """Features gathered so far, and what is wrong with the others."""
+    """Features gathered so far, and the faults of the others."""
 
     values: list[Array] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -473,7 +473,7 @@ def keys(role: str, column: Any, name: str, place: Callable[[int], str], faults:
 def _feature(
     features: _Features, column: Any, name: str, named: bool, training: Array, node: bool, place: Callable[[int], str]
 ) -> None:
-    """Add one column to the features, or to what is ignored, or to the faults."""
+    """Add one column to the features, to the ignored ones, or to the faults."""
     if not _legible(column):
         if named:
             features.faults.append(f"'{name}' is {column.dtype}: write numbers or text")

@@ -1,4 +1,4 @@
-"""Requests and answers of ASGI, for what stands in front of Flower's apps."""
+"""Requests and answers of ASGI, for code in front of Flower's apps."""
 
 from __future__ import annotations
 

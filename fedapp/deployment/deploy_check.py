@@ -300,7 +300,7 @@ def _key(path: Path) -> Finding:
 
 
 def _node(text: str, values: Mapping[str, Any], folders: dict[str, Path]) -> Iterator[Finding]:
-    """Check what a node brings along: its node-config, data, model and state folder, which is added to `folders`."""
+    """Check a node's side: its node-config, data, model and state folder, which is added to `folders`."""
     try:
         node = nodes.Node.parse(parsed(text))
     except BadRequest as e:

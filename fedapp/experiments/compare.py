@@ -392,7 +392,7 @@ class RunsProgress(Display):
         return sum(n if self.names[out] in self.ended else rounds_done(out) for out, n in self.rounds.items())
 
     def text(self, done: int) -> str:
-        """Say how many runs have ended, and what is left at the pace so far."""
+        """Print the number of ended runs, and the time left at the pace so far."""
         fresh = done - self.before
         text = f"{len(self.ended)} of {counted(len(self.names), 'run')}, {done} of {counted(self.total, 'round')}"
         if fresh > 0 and done < self.total:
@@ -610,7 +610,7 @@ def execute(jobs: Sequence[Job], engine: str, out: Path, workers: int | None) ->
 
 
 def _beforehand(values: Mapping[str, Any], jobs: Sequence[Job]) -> Iterator[str]:
-    """Say how the data are divided, and what was decided for all methods."""
+    """Print the division of the data, and the decisions for all methods."""
     for setting in dict.fromkeys(job.setting for job in jobs):
         job = next(j for j in jobs if j.setting == setting)
         data = tasks.federated(job.config, job.config.data.clients)

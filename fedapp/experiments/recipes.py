@@ -7,7 +7,7 @@ blanks, and what the paper calls it. `fedapp recipes NAME` prints it.
 `fedapp/conf/*.toml` are such files. A file of `fedapp/conf/papers` holds all recipes of one paper, each as differences
 from what it has in common with others:
 
-- A recipe starts from `[common]`, then takes the parts that `like` names in this order, then what it says itself.
+- A recipe starts from `[common]`, then takes the parts that `like` names in this order, then its own keys.
   Later `settings` and `words` replace earlier ones key by key; a later `title`, `rows` or `command` replaces an earlier
   one; `notes` follow one another.
 - A setting is `[value, where it comes from]`.
@@ -58,7 +58,7 @@ class Part(Entry):
 
 
 class Row(Part):
-    """A recipe: the parts it is like, what it has of its own, and the paper's numbers for its rows."""
+    """A recipe: the parts that it is like, its own keys, and the paper's numbers for its rows."""
 
     name: str
     like: tuple[str, ...] = ()
@@ -219,7 +219,7 @@ def scaled(values: Mapping[str, Any], scale: float) -> tuple[dict[str, Any], str
 
     Returns
     -------
-    The values with these keys replaced, and one line that says what was done.
+    The values with these keys replaced, and one line that describes the changes.
 
     Raises
     ------

@@ -16,7 +16,7 @@ Value: TypeAlias = bool | int | float | str
 
 
 class Entry(BaseModel):
-    """A table of such a file: unknown keys are refused, and what was read does not change."""
+    """A table of such a file: unknown keys are refused, and read values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

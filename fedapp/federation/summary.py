@@ -128,7 +128,7 @@ def headline(
 
 
 def robustness(run: Setup, state: ServerState) -> dict[str, Any]:
-    """Return what was done against lying clients, and where the rule had too few senders; nothing by default."""
+    """Return the measures against liars, and the rounds with too few senders for the rule; nothing by default."""
     robust = run.cohort.strategy.policy.robust
     if not robust.active:
         return {}
@@ -137,7 +137,7 @@ def robustness(run: Setup, state: ServerState) -> dict[str, Any]:
 
 
 def privacy(run: Setup) -> dict[str, Any]:
-    """Return what the run states of its clients' data; nothing without `dp`."""
+    """Return the run's statement about its clients' data; nothing without `dp`."""
     stated, spent, secure = run.config.mechanism, run.hooks.one(PrivacySpent), run.config.secure
     if stated is None:
         return {}

@@ -1,4 +1,4 @@
-"""A client's own ledger of what it has released with noise, and the one way in which it does so.
+"""A client's own ledger of its noised releases, and the one way to make them.
 
 There is one ledger for each client and data set, for all runs and federations: the budget belongs to the images. Every
 release is booked and on the disk before a noised number leaves the function that draws the noise. A release that would
@@ -231,8 +231,8 @@ class Releaser:
 
     Parameters
     ----------
-    privacy : what is stated.   ledger : of this client and its data.
-    about : what is noted with each release, such as run and round.
+    privacy : the run's statement.   ledger : of this client and its data.
+    about : notes of each release, such as run and round.
     seed : of the noise in tests (`privacy.test`).
 
     Attributes
@@ -302,5 +302,5 @@ class Releaser:
         return NoisySteps(rate, count, stated.bound, noise, self._source)
 
     def spent(self) -> Spent:
-        """Return what the client has released from these data, this run and all others."""
+        """Return the client's releases from these data, in this run and all others."""
         return self.ledger.spent(self.privacy.unit, self.privacy.delta)

@@ -63,7 +63,7 @@ class Task:
     protocols : which of `received` and `trained` are measured.
     metrics : names of the metrics that evaluations of all clients measure besides accuracy and loss.
     confusion : whether they measure confusion matrices too.
-    privacy : what the run states of what leaves the client, or None.
+    privacy : the run's statement about its noised replies, or None.
     extras : what else a node or a method needs, by name: `public` images (P, H, W, channels) uint8, `classes` (names),
         `groups` (n,) numbers of training rows that belong together,
         `body` (SHA-256 of the pretrained body that the samples are features of).

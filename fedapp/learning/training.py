@@ -112,7 +112,7 @@ class Phase:
     rate : learning rate; None = the round's, or `lr`.
     prefixes : dotted prefixes of the parameters that are trained, see `trained_alone`.
     draws : purpose of the generator that draws the batches; phases of one purpose see the same batches in a round.
-    model : what is trained; None = the client's model. Several models are an `nn.ModuleList`.
+    model : the trained one; None = the client's model. Several models are an `nn.ModuleList`.
     parameters : returns the parameters of the optimizer, as PyTorch's optimizers take them: in groups, such as one per
         model, each group is clipped by itself. Those that require no gradient are left out. None = all of the model.
     rows : samples x (n, H, W, C) uint8 and labels y (n,); None = the training split. The report of a round is that of

@@ -1,4 +1,4 @@
-"""A bound on the size of what is built, for models whose size a file or another machine states."""
+"""A bound on the size of new models, for sizes that a file or another machine states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAKERS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.ra
 
 
 class Bounded(torch.overrides.TorchFunctionMode):
-    """Lets what is built have only so many numbers.
+    """Lets new models have only so many numbers.
 
     Parameters
     ----------

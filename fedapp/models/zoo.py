@@ -471,7 +471,7 @@ MODEL_NAMES: tuple[str, ...] = tuple(_ZOO)
 
 
 def listed() -> list[tuple[str, int, str, str]]:
-    """Return for each model its name, the width of its representations, what it takes, and a sentence about it."""
+    """Return for each model its name, the width of its representations, its inputs, and a sentence about it."""
     found = []
     for name, entry in _ZOO.items():
         builder = getattr(entry.trunk, "func", entry.trunk)

@@ -235,7 +235,7 @@ class RunDirectory:
     ----------
     path : absolute path.   config : effective configuration.
     keep_rounds : rounds to keep of an existing run (resume), -1 = nothing, None for a new run.
-    identity : what the run depends on (`tasks.identity`), which a new run notes.
+    identity : all that the run depends on (`tasks.identity`), which a new run notes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The model that one gets back: `fedapp.load` makes a module of a run directory, or of what a node keeps.
+"""The model that one gets back: `fedapp.load` makes a module of a run directory, or of a node's stored model.
 
 | `point`    | a client of a simulation                                    | a client of real devices             |
 |------------|-------------------------------------------------------------|--------------------------------------|
@@ -78,7 +78,7 @@ def load(
 
 
 def _facts(run: RunResult, config: RunConfig) -> dict[str, Any]:
-    """Return what the run wrote about its data: shape, normalisation, classes, names of the clients."""
+    """Return the run's record of its data: shape, normalisation, classes, names of the clients."""
     if config.data.normalise == "client":
         raise BadRequest(
             f"in {run.out} every client normalised by itself (normalise = client), and only kept models say how: give "
@@ -135,7 +135,7 @@ def _client(run: RunResult, config: RunConfig, client: int, point: str, allow: s
         if run.alone:
             raise BadRequest(f"clients of {run.method} receive nothing: leave out point")
         if point == "tuned" and "tuned" not in run.protocols:
-            raise BadRequest(f"clients of {run.method} do not fine-tune what they receive: leave out point")
+            raise BadRequest(f"clients of {run.method} do not fine-tune the received model: leave out point")
         raise BadRequest(
             f"{run.out} has not kept what client {client} received: run again with keep-models = true (up to 100 "
             "clients it is the default), or take the model after training"

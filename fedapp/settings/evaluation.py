@@ -72,7 +72,7 @@ class EvaluationSettings(Group):
 
     @cached_property
     def adaptations(self) -> tuple[int, ...]:
-        """The numbers of local epochs after which unseen clients are scored, besides what they receive."""
+        """The numbers of local epochs after which unseen clients are scored, besides their received models."""
         return tuple(sorted({n for n in whole_numbers("adapt-epochs", self.adapt_epochs) if n > 0}))
 
     @cached_property

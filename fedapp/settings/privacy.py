@@ -1,4 +1,4 @@
-"""Differential privacy of what leaves a client."""
+"""Differential privacy of a client's replies."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fedapp.settings._group import AUTO, Group, OrAuto
 
 
 class PrivacySettings(Group):
-    """Differential privacy of what leaves a client."""
+    """Differential privacy of a client's replies."""
 
     dp: Literal["none", "example", "sgd", "client"] = Field(
         "none",
-        description="differential privacy of what leaves a client, by noise at the client: example = one image more or "
+        description="differential privacy of a client's replies, by noise at the client: example = one image more or "
         "less (class statistics), sgd = the same for models, by noise in each step of the local training (DP-SGD), "
         "client = a whole client more or less (model updates)",
     )

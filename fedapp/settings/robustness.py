@@ -26,7 +26,7 @@ class RobustnessSettings(Group):
     )
     robust: str = Field(
         "none",
-        description="rules against clients that lie, for every average of what they send, from left to right: norm, "
+        description="rules against clients that lie, for every average of their replies, from left to right: norm, "
         "median, trimmed, krum, multikrum, geomedian, such as norm+trimmed; own = the rule of cwFedAvg, FedGH or CCVR",
     )
     robust_f: int = Field(1, ge=0, description="clients of a round that may lie, for robust")

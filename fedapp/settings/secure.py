@@ -12,7 +12,7 @@ class SecureSettings(Group):
 
     secure_sum: bool = Field(
         False,
-        description="clients hide what they send behind masks that cancel in the sum: the server sees sums over "
+        description="clients hide their replies behind masks that cancel in the sum: the server sees sums over "
         "clients alone; for methods that need no more",
     )
     secure_dropout: float = Field(

@@ -1,4 +1,4 @@
-"""Which clients of a large federation are scored by what is expensive: one more training, and the balanced score.
+"""Which clients of a large federation get the expensive scores: one more training, and the balanced score.
 
 Every client is scored on its own test images as the server would send it next. One more local training, fine-tuning and
 the balanced score cost as much as many rounds where there are many more clients than a round has, so they are taken on

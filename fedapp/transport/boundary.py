@@ -1,4 +1,4 @@
-"""The one way in for a client's reply: all of it is checked against what the server expects before it is decoded.
+"""The one way in for a client's reply: all of it is checked against the server's expectation before it is decoded.
 
 `read` never raises. A reply comes back as `Good`, or as `Refused` with the reason, whatever was sent. What is expected
 follows from the server's own model, never from a client's statements: names, shapes, dtypes, sizes, and ranges
@@ -119,7 +119,7 @@ class Registration(ClientInfo):
 
 @dataclass(frozen=True)
 class Good:
-    """A reply that holds what it may hold; `size` is the bytes of its arrays as they were sent."""
+    """A reply with an allowed content; `size` is the bytes of its arrays as they were sent."""
 
     arrays: Arrays
     metrics: dict[str, Any]
@@ -174,7 +174,7 @@ def _read(message: Message | Part, contract: Contract) -> Good | Refused:
 
 
 def decoded_problem(arrays: Arrays, contract: Contract) -> str | None:
-    """Return what is wrong with a reply whose arrays are decoded already, as in Flower's own loop."""
+    """Return the fault of a reply whose arrays are decoded already, as in Flower's own loop."""
     if not HELLO["num-examples"][0] <= contract.count <= COUNT_MOST:
         return f"num-examples is {contract.count}, a whole number from 1 to {COUNT_MOST} is needed"
     types = (_type_problem(name, str(a.dtype), a.shape, contract) for name, a in arrays.items())
@@ -188,11 +188,11 @@ def grade(problem: str) -> str:
 
 
 def read_registration(message: Message) -> Registration | Refused:
-    """Return what a client states about itself, or why that is none. Whatever was sent, nothing is raised."""
+    """Return a client's statements about itself, or the reason why there are none; nothing is ever raised."""
     try:
         return _read_registration(message)
     except Exception as e:
-        return Refused(f"what it states about itself cannot be read: {type(e).__name__}: {str(e)[:TEXT_MOST]}")
+        return Refused(f"its statements about itself cannot be read: {type(e).__name__}: {str(e)[:TEXT_MOST]}")
 
 
 def _read_registration(message: Message) -> Registration | Refused:
@@ -268,14 +268,14 @@ def _info_problem(info: Mapping[str, Any], contract: Contract) -> str | None:
 
 
 def _arrays_problem(record: Mapping[str, FlowerArray], contract: Contract) -> str | None:
-    """Say what is wrong with arrays as they were sent; nothing is decoded but their headers."""
+    """Return the fault of arrays as they were sent; nothing is decoded but their headers."""
     sizes = {name: len(array.data) for name, array in record.items()}
     problems = (_array_problem(name, array, contract) for name, array in record.items())
     return _names_problem(sizes, contract) or next(filter(None, problems), None)
 
 
 def _names_problem(sizes: Mapping[str, int], contract: Contract) -> str | None:
-    """Say what is wrong with the names of arrays and their sizes in bytes."""
+    """Return the fault of the names of arrays and their sizes in bytes."""
     missing = [name for name in (*contract.arrays, *contract.raw) if name not in sizes]
     if missing:
         return f"arrays missing: {', '.join(missing[:5])}"
@@ -333,7 +333,7 @@ def _type_problem(name: str, dtype: str, shape: tuple[int, ...], contract: Contr
 
 
 def _cast_problem(info: Mapping[str, Any], record: Mapping[str, FlowerArray], contract: Contract) -> str | None:
-    """Say what is wrong with the note of what was narrowed: it follows from the server's setting."""
+    """Return the fault of the note of narrowed arrays: it follows from the server's setting."""
     narrowed = {n: "float32" for n, a in record.items() if a.dtype == "float16" and contract.wire_dtype == "fp16"}
     stated = info.get(CAST, "{}")
     return None if stated == json.dumps(narrowed) else "it names other dtypes than its arrays were narrowed from"
@@ -364,7 +364,7 @@ def _values_problem(arrays: Arrays, contract: Contract) -> str | None:
 
 
 def _metrics_problem(metrics: Mapping[str, Any], contract: Contract) -> str | None:
-    """Say what is wrong with the names and types of the numbers of a reply."""
+    """Return the fault of the names and types of the numbers of a reply."""
     if len(metrics) > METRICS_MOST:
         return f"it holds {len(metrics)} metrics, at most {METRICS_MOST} are possible"
     for name, value in metrics.items():

@@ -16,8 +16,8 @@ def clip_update(arrays: Mapping[str, Array], received: Mapping[str, Array], boun
 
     Parameters
     ----------
-    arrays : what the client is to send, by name.
-    received : what the server sent, by name. The changes of all floating-point arrays that are in both form one vector;
+    arrays : the client's reply, by name.
+    received : the payload, by name. The changes of all floating-point arrays that are in both form one vector;
         arrays that were not received, such as class means, are left as they are.
     bound : largest norm, > 0.
 

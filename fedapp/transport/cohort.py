@@ -5,7 +5,7 @@ not answer. Here each client has its own id, every reply is checked separately, 
 reason. An exchange goes through these layers, each in a file of its own:
 
 =================  ==================================================================================
-`StateLedger`      adds to a request what the client stored last, and compares the reply with it
+`StateLedger`      adds the client's last stored state to a request, and compares the reply with it
 `Channel`          messages in flight, time limits, order of the replies
 `Validation`       what a reply may hold
 `Offences`         clients that are blocked
@@ -74,7 +74,7 @@ class Cohort(ABC):
 
     Attributes
     ----------
-    nodes : Flower's id of each client's node.   infos, facts : what clients stated about themselves, by id.
+    nodes : Flower's id of each client's node.   infos, facts : the clients' statements about themselves, by id.
     offences : which clients are blocked, and why.   reference : a client that all others agree with.
     first_error : the first error of a client, with its whole remote traceback.
     silent : by kind of message: how many draws in a row each client did not answer.
@@ -119,7 +119,7 @@ class Cohort(ABC):
 
     @abstractmethod
     def agree(self, method: Method) -> None:
-        """Check before round 1 that the clients agree on what they share; afterwards `reference` is one of them.
+        """Check before round 1 that the clients agree on the shared arrays; afterwards `reference` is one of them.
 
         Raises
         ------

@@ -199,7 +199,7 @@ def _passing(e: Exception) -> bool:
 
 
 def _pieces_problem(pieces: Mapping[str, bytes], most: int) -> str:
-    """Say what is wrong with the sizes that arrays would have; nothing is put together here."""
+    """Return the fault of the sizes that arrays would have; nothing is put together here."""
     from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_head_values_from_object_content
 
     left = most

@@ -23,7 +23,7 @@ class StateLedger:
 
     Attributes
     ----------
-    states : by client, the digest of what it stored in its last round that counted, and whether its next training
+    states : by client, the digest of its stored state in its last round that counted, and whether its next training
         starts from that. A client detects with it that its state is lost or another's.
     released : by client, the noised releases that it has stated. A client detects with it an older copy of its ledger.
     """
@@ -40,7 +40,7 @@ class StateLedger:
         return replace(request, client=client, state=digest, state_binds=binds or not digest, releases=released)
 
     def problem(self, client: int, info: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with a reply's facts about the stored state; an older version reports none."""
+        """Return the fault of a reply's facts about the stored state; an older version reports none."""
         if "state" not in info:
             return None
         if not all(isinstance(v, str) and _DIGEST.match(v) for v in (info["state"], info.get("state-from", ""))):

@@ -256,7 +256,7 @@ def payload_of(message: Message | Part, checked: bool = False) -> tuple[Payload,
 def reply_records(
     arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str, lend: bool = False
 ) -> Records:
-    """Return what a client's reply holds: arrays, numbers (or lists of numbers), and plain facts about the client.
+    """Return the content of a client's reply: arrays, numbers (or lists of numbers), and plain facts about the client.
 
     Parameters
     ----------

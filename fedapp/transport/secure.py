@@ -135,7 +135,7 @@ class Released:
 
     Attributes
     ----------
-    privacy : what the run states.   sensitivity, size : of the vector.
+    privacy : the run's statement.   sensitivity, size : of the vector.
     parts : makes a reply's arrays of the vector's sum and of the number of clients in it.
     """
 
@@ -267,7 +267,7 @@ class Opened:
 
     Parameters
     ----------
-    sets : client ids by the name of what was summed.   note : keeps all of them where a resumed run finds them.
+    sets : client ids by the name of the sum.   note : keeps all of them where a resumed run finds them.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class BestModel(Hook):
 
 
 def published(strategy: Maths, state: ServerState) -> Arrays | None:
-    """Return the server's arrays that are kept as a model: the global one, else what is shared, or None."""
+    """Return the server's arrays that are kept as a model: the global one, else the shared arrays, or None."""
     arrays = strategy.global_arrays(state) or state.get("model")
     return dict(arrays) if isinstance(arrays, dict) and arrays else None
 

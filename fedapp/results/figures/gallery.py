@@ -27,7 +27,7 @@ from fedapp.results.runs import PROTOCOL_TEXT, Comparison, RunResult, groups_of,
 
 @dataclass(frozen=True)
 class Missing:
-    """A figure that is left out: its title, why, and the command that makes what it needs."""
+    """A figure that is left out: its title, the reason, and the command for the missing runs."""
 
     title: str
     why: str

@@ -165,8 +165,8 @@ class Drawing:
 
     Attributes
     ----------
-    id : file name and anchor.   title : a heading.   caption : what is drawn and how to read it.
-    alt : what it shows, in words, for readers who do not see it.   source : the paper's figure, or an empty string.
+    id : file name and anchor.   title : a heading.   caption : the content and how to read it.
+    alt : the content in words, for readers who do not see it.   source : the paper's figure, or an empty string.
     """
 
     id: str
