@@ -73,7 +73,7 @@ class Offences:
 
         Parameters
         ----------
-        sent : by client its payload's name: equal for equal payloads.
+        sent : by client a digest of its payload or the like: equal for equal payloads.
         good : clients that lose a part of a strike.
         """
         for client in self.strikes.keys() & set(good):
