@@ -307,7 +307,7 @@ def test_a_run_that_the_server_refused_is_a_bad_request() -> None:
         refused.report(pytest.fail)
     said: list[str] = []
     assert Outcome("lost", "why", False, None, "last line").report(said.append) == 1
-    assert said == ["the run failed: lost why\nlast line"]
+    assert said == ["the run failed: lost: why\nlast line"]
 
 
 def test_a_run_handle_belongs_to_its_session(tmp_path: Path) -> None:

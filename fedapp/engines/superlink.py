@@ -105,7 +105,7 @@ class Outcome:
         if error:
             say(plain(lines.failed(error), whole=True))
         else:
-            say(plain(f"the run failed: {self.status} {self.details}\n{self.log_tail}", whole=True))
+            say(plain(f"the run failed: {self.status}: {self.details}\n{self.log_tail}", whole=True))
         return 1
 
 
