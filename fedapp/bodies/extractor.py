@@ -52,6 +52,8 @@ class Extractor:
     Attributes
     ----------
     body : with the `size` that an ONNX file fixes, and after `fit` with `pooling` and `width`.
+    file : the ONNX file.   inputs : of the session, by name.   batch : number of samples that the file fixes, else 0.
+    channels : of the pictures that the body takes; 0 before `fit`, and for other samples.
     cut : texts so far that had more tokens than the body takes.
 
     Raises
@@ -61,12 +63,13 @@ class Extractor:
 
     def __init__(self, body: Body) -> None:
         needed("onnxruntime", *(["onnx"] if body.make else []), *(["tokenizers"] if body.tokenizer else []))
-        self.cut, self._channels = 0, 0
-        self._session = _session(_exported(body) if body.make else body.file)
-        self._inputs = {i.name: i for i in self._session.get_inputs()}
+        self.cut, self.channels = 0, 0
+        self.file = _exported(body) if body.make else body.file
+        self._session = _session(self.file)
+        self.inputs = {i.name: i for i in self._session.get_inputs()}
         self._tokenizer: Any = _tokenizer(body) if body.tokenizer else None
         # What the file fixes of a batch and of one sample: numbers, and 0 where any will do.
-        self._batch, *self._fixed = (n if isinstance(n, int) else 0 for n in next(iter(self._inputs.values())).shape)
+        self.batch, *self._fixed = (n if isinstance(n, int) else 0 for n in next(iter(self.inputs.values())).shape)
         side = self._fixed[1] if len(self._fixed) == 3 and self._fixed[1] == self._fixed[2] else 0
         if side and body.size not in (0, side):
             raise BadRequest(f"size = {body.size}: the body '{body.name}' takes {side} x {side} pixels")
@@ -83,7 +86,7 @@ class Extractor:
         ------
         BadRequest : the body does not take such samples; says what to give.
         """
-        body, inputs = self.body, list(self._inputs.values())
+        body, inputs = self.body, list(self.inputs.values())
         if (shape is None) != (body.tokenizer is not None):
             takes, given = ("texts", "none are named") if shape else ("no texts", "no tokenizer is given")
             raise BadRequest(
@@ -91,7 +94,7 @@ class Extractor:
                 + ("name their column with text" if shape else "give its tokenizer.json")
             )
         if shape is None:
-            if unknown := sorted(set(self._inputs) - set(INPUTS)):
+            if unknown := sorted(set(self.inputs) - set(INPUTS)):
                 raise BadRequest(f"the body '{body.name}' has an input '{unknown[0]}': texts have {', '.join(INPUTS)}")
             found = self.texts(["a"])
         else:
@@ -114,49 +117,50 @@ class Extractor:
                 f"the body '{body.name}' takes pictures: give size, and mean and std in grey levels 0 .. 255; "
                 "torchvision's weights want 123.675,116.28,103.53 and 58.395,57.12,57.375"
             )
-        self._channels = self._fixed[0] or 3
-        if {len(body.mean), len(body.std)} - {1, self._channels} or channels not in (1, self._channels):
+        self.channels = self._fixed[0] or 3
+        if {len(body.mean), len(body.std)} - {1, self.channels} or channels not in (1, self.channels):
             raise BadRequest(
-                f"the body '{body.name}' takes {self._channels} channels: the data have {channels}, mean "
+                f"the body '{body.name}' takes {self.channels} channels: the data have {channels}, mean "
                 f"{len(body.mean)} and std {len(body.std)}"
             )
 
     def rows(self, x: npt.NDArray[Any]) -> Float32:
         """Return the features (n, width) of pictures (n, C, H, W) with levels 0 .. 255, or of other arrays."""
-        (name,) = self._inputs
+        (name,) = self.inputs
         parts = []
-        for start in range(0, len(x), size := self._batch or PICTURES):
+        for start in range(0, len(x), size := self.batch or PICTURES):
             rows = torch.from_numpy(np.array(x[start : start + size], np.float32))
-            if self._channels:
+            if self.channels:
                 mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (self.body.mean, self.body.std))
-                rows, side = rows.expand(-1, self._channels, -1, -1), (self.body.size,) * 2
+                rows, side = rows.expand(-1, self.channels, -1, -1), (self.body.size,) * 2
                 rows = (F.interpolate(rows, side, mode="bilinear", align_corners=False) - mean) / std
             parts.append(self._run({name: rows.numpy()}))
         return np.concatenate(parts)
 
     def texts(self, texts: Sequence[str]) -> Float32:
         """Return the features (n, width) of texts, with norm 1."""
-        encoded = self._tokenizer.encode_batch([*texts])
-        self.cut += sum(bool(e.overflowing) for e in encoded)
         found: dict[int, Float32] = {}
-        order = sorted(range(len(texts)), key=lambda row: len(encoded[row].ids))  # little padding in a batch
-        for start in range(0, len(order), size := self._batch or TEXTS):
+        encoded = self.tokens(texts)
+        order = sorted(range(len(texts)), key=lambda row: len(encoded[row]))  # little padding in a batch
+        for start in range(0, len(order), size := self.batch or TEXTS):
             batch = order[start : start + size]
-            longest = max(1, len(encoded[batch[-1]].ids))
-            ids, mask = (np.zeros((len(batch), longest), np.int64) for _ in range(2))
-            for place, row in enumerate(batch):
-                count = len(encoded[row].ids)
-                ids[place, :count], mask[place, :count] = encoded[row].ids, 1
+            ids, mask = padded([encoded[row] for row in batch])
             given = dict(zip(INPUTS, (ids, mask, np.zeros_like(ids)), strict=True))
-            z = self._run({name: given[name] for name in self._inputs}, mask)
+            z = self._run({name: given[name] for name in self.inputs}, mask)
             norm = np.linalg.norm(z, axis=1, keepdims=True)
             found |= zip(batch, z / np.where(norm > 0, norm, 1), strict=True)
         return np.stack([found[row] for row in range(len(texts))])
 
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the numbers of the tokens of each text, and count those that are cut."""
+        encoded = self._tokenizer.encode_batch([*texts])
+        self.cut += sum(bool(e.overflowing) for e in encoded)
+        return [e.ids for e in encoded]
+
     def _run(self, inputs: dict[str, npt.NDArray[Any]], mask: npt.NDArray[np.int64] | None = None) -> Float32:
         """Run one batch; the mean over positions, or over the tokens of a mask, is taken where there are any."""
         body, count = self.body, len(next(iter(inputs.values())))
-        lacking = max(0, self._batch - count)
+        lacking = max(0, self.batch - count)
         filled = {name: np.concatenate([rows, rows[-1:].repeat(lacking, axis=0)]) for name, rows in inputs.items()}
         try:
             z = np.asarray(self._session.run(None, filled)[0])[:count]
@@ -173,6 +177,14 @@ class Extractor:
             weight = mask[..., None].astype(np.float32)
             return np.asarray((z * weight).sum(axis=1) / np.maximum(weight.sum(axis=1), 1), np.float32)
         return z
+
+
+def padded(tokens: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the tokens of texts as `input_ids`, filled up with 0, and the mask of real tokens; both int64 (n, t)."""
+    ids, mask = (np.zeros((len(tokens), max(1, *map(len, tokens))), np.int64) for _ in range(2))
+    for row, numbers in enumerate(tokens):
+        ids[row, : len(numbers)], mask[row, : len(numbers)] = numbers, 1
+    return ids, mask
 
 
 def _session(file: Path) -> Any:

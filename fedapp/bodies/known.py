@@ -216,8 +216,9 @@ def of_text(text: str, about: Mapping[str, Any] | None = None) -> Body:
         name, *words = shlex.split(text)
     except ValueError:
         raise BadRequest(f"the body '{text}' is not of the form BODY key=value, such as {EXAMPLE}") from None
-    taken = ("size",) if name in NAMES else ("size", "mean", "std", "tokens")
-    given = {key: found for key in taken if (found := (about or {}).get(key))}
+    told = about or {}
+    taken = ("size", "mean", "std", "tokens") if name not in NAMES else ("size",) if told.get("name") == name else ()
+    given = {key: found for key in taken if (found := told.get(key))}
     for word in words:
         key, _, value = word.partition("=")
         if key in ("mean", "std"):

@@ -339,6 +339,15 @@ RunFolder = Annotated[
     Path | None, typer.Option("--run", help="run directory, or a node's STATE-DIR/<federation>", metavar="DIR")
 ]
 
+WithBody = Annotated[
+    str,
+    typer.Option(
+        "--with",
+        help="take raw pictures or texts: the body on whose features the model was trained, as in 'text.onnx "
+        "tokenizer=tokenizer.json'",
+        metavar="BODY",
+    ),
+]
 Allow = Annotated[
     str, typer.Option(help="own models in stored files whose code may be imported, such as 'mypkg.*'", metavar="NAMES")
 ]
@@ -357,7 +366,9 @@ def _loaded(run: Path, client: str | None, received: bool = False, allow: str = 
 def predict(
     files: Annotated[
         list[Path],
-        typer.Argument(help="pictures, .npz files (column x), or tables, .csv or .parquet", metavar="FILE..."),
+        typer.Argument(
+            help="pictures or folders of them, .npz files (column x), or tables, .csv or .parquet", metavar="FILE..."
+        ),
     ],
     run: RunFolder = None,
     client: Client = None,
@@ -365,6 +376,8 @@ def predict(
     model: Annotated[
         Path | None, typer.Option(help="instead of --run: a personal.safetensors, or a run's models/last.safetensors")
     ] = None,
+    body: WithBody = "",
+    text: Annotated[str, typer.Option(help="with --with: column of texts in a .csv, .json or .parquet file")] = "",
     top: Annotated[int, typer.Option(min=1, help="number of classes to show per sample")] = 3,
     dataset: Annotated[str, typer.Option(help="for a server's model: the data set it was trained on")] = "",
     out: Annotated[Path | None, typer.Option(help="also write classes and probabilities to this .csv file")] = None,
@@ -384,7 +397,9 @@ def predict(
         net = predicting.read_model(model, dataset, allow=allow)
     else:
         net = _loaded(run or Path(), client, received, allow)
-    found = predicting.run(net, files)
+    if text and not body:
+        raise BadRequest("--text goes with --with: the body that turns texts into features")
+    found = predicting.run(net.with_body(body) if body else net, files, text)
     if out is not None:
         with explained(f"{out} cannot be written", "choose another --out"):
             write_table(out, found)
@@ -405,6 +420,7 @@ def export(
     to: Annotated[Literal["pt2", "onnx"], typer.Option(help="pt2: torch.export; onnx needs fedapp[onnx]")] = "pt2",
     client: Client = None,
     received: Annotated[bool, typer.Option("--received", help="the client's model before local training")] = False,
+    body: WithBody = "",
     allow: Allow = "",
 ) -> None:
     """Write a trained model as one graph on raw samples.
@@ -414,6 +430,7 @@ def export(
     from fedapp.results import exporting
 
     net = _loaded(run, client, received, allow)
+    net = net.with_body(body) if body else net
     difference = exporting.write(net, to, out)
     echo(f"{net.about}\ntakes {net.wanted()}, returns logits (N, {len(net.classes)})")
     echo(f"largest difference from the module on {exporting.CHECKED} samples: {difference:.2g}\nwritten to {out}")

@@ -49,6 +49,8 @@ CLIENT_COLUMNS = ("x", "y", "split", "group")
 OLD = ("x_train", "y_train", "x_test", "y_test")
 BODY = "body"
 """Entry of `about` with the SHA-256 of the body that the features are from."""
+REPEATED = ("name", "weights", "code", "tokenizer", "size", "resize", "mean", "std", "tokens")
+"""Entries of `about` that say how to extract features of further samples."""
 PARTS = ("train", "validation", "test")
 EXACT = 2**24
 """Largest integer up to which float32 holds every integer."""

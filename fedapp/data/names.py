@@ -82,12 +82,15 @@ def roles(text: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def assigned(where: object, names: Sequence[str], wanted: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+def assigned(
+    where: object, names: Sequence[str], wanted: Mapping[str, tuple[str, ...]], labels: bool = True
+) -> dict[str, str]:
     """Return which columns of a source are y, client, split and group.
 
     Parameters
     ----------
     where : name of the source, for messages.   names : its columns.   wanted : of `roles`.
+    labels : whether there must be a column y.
 
     Raises
     ------
@@ -104,7 +107,7 @@ def assigned(where: object, names: Sequence[str], wanted: Mapping[str, tuple[str
     for role in ("client", "split", "group"):
         if role not in found and role in names and role not in taken:
             found[role] = role
-    if "y" not in found:
+    if "y" not in found and labels:
         likely = [n for n in LABELS if n in names and n not in taken]
         if len(likely) != 1:
             several = f"{' and '.join(likely)} could both be" if likely else "no column y, label or target for"

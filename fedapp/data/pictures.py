@@ -370,6 +370,18 @@ def whole(path: Path, channels: int) -> UInt8:
         return pixels(picture, (height, width, channels))
 
 
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Name the file in the error of the block, which reads its picture."""
+    try:
+        yield
+    except (OSError, SyntaxError, Image.DecompressionBombError) as e:
+        reason = "does not exist" if isinstance(e, FileNotFoundError) else "is not a picture that can be read"
+        raise BadRequest(f"{path} {reason}") from e
+    except ValueError as e:
+        raise BadRequest(f"cannot read the picture {path} ({e})") from e
+
+
 def check_format(source: Any) -> None:
     """Refuse a picture, a path or a stream, that another library decodes, as a folder's would be refused.
 

@@ -111,6 +111,13 @@ def texts(place: Path, column: str, settings: DataSettings) -> tuple[list[str], 
         raise BadRequest(f"{place}: the table has no rows")
     faults: list[str] = []
     columns = {role: keys(role, frame[name], name, "row {}".format, faults) for role, name in found.items()}
+    cells = _texts(frame, column, faults)
+    _refuse(place, faults)
+    return cells, labelled(columns, None)
+
+
+def _texts(frame: Any, column: str, faults: list[str]) -> list[str]:
+    """Return the cells of a column of texts; those that are none are noted."""
     odd = [
         (row, value)
         for row, (value, empty) in enumerate(zip(frame[column], frame[column].isna()))
@@ -122,8 +129,21 @@ def texts(place: Path, column: str, settings: DataSettings) -> tuple[list[str], 
     cells = ["" if e else str(v).strip() for v, e in zip(frame[column], frame[column].isna())]
     if empty := [row for row, text in enumerate(cells) if not text]:
         faults.append(f"row {empty[0]} has no text in '{column}' ({len(empty)} in all): fill it or leave the row out")
+    return cells
+
+
+def column_of_texts(place: Path, column: str) -> list[str]:
+    """Read one column of texts of a table, whose other columns need no meaning; see :func:`texts`.
+
+    Raises
+    ------
+    BadRequest : the file cannot be read, it has no such column, or a text is missing.
+    """
+    frame, _ = _frame(place, {"x": (column,)}, (column,), labels=False)
+    faults: list[str] = []
+    cells = _texts(frame, column, faults)
     _refuse(place, faults)
-    return cells, labelled(columns, None)
+    return cells
 
 
 def _features_of(frames: Mapping[Path, Any], listed: Sequence[str]) -> dict[Path, set[str]]:
@@ -295,17 +315,19 @@ def _named(path: Path) -> Iterator[None]:
         raise BadRequest(f"cannot read the table {path} ({why}): write it again, CSV as UTF-8 with a header") from error
 
 
-def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]], texts: Sequence[str] = ()) -> tuple[Any, dict[str, str]]:
+def _frame(
+    path: Path, wanted: Mapping[str, tuple[str, ...]], texts: Sequence[str] = (), labels: bool = True
+) -> tuple[Any, dict[str, str]]:
     """Read one file and say which of its columns are y, client, split and group; `texts` are columns of text."""
     with _named(path):
         if read := {".parquet": _parquet, ".json": _json, ".jsonl": _json}.get(path.suffix.lower()):
             frame = read(path)
-            return frame, assigned(path, list(frame.columns), wanted)
+            return frame, assigned(path, list(frame.columns), wanted, labels)
         mark, header = _header(path)
         if all(is_number(name) for name in header):
             raise BadRequest(f"{path}: the first line has numbers only: it must name the columns")
         names = checked_names(path, header)
-        found = assigned(path, names, wanted)
+        found = assigned(path, names, wanted, labels)
         # Text of these columns stays as written: 007 and 7 are two clients, NA may be a class.
         return _body(path, mark, names, 1, {name: [""] for name in (*found.values(), *texts)}), found
 

@@ -24,12 +24,13 @@ step is the same as torchvision's per-image function with the drawn parameters, 
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from fedapp.data.columns import BODY
+from fedapp.data.columns import BODY, REPEATED
 from fedapp.data.variations import vary
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, torch
@@ -72,6 +73,7 @@ class InputSpec:
     features : names of a table's features; `column=category` is one category of a text column. Empty = unknown.
     columns : the column of the table that each feature is read from. Empty = unknown.
     body : SHA-256 of the pretrained body whose features the samples are. Empty = they are no features, or unknown.
+    extraction : what is known of that body and its samples (`columns.REPEATED`), as JSON. Empty = unknown.
     """
 
     shape: tuple[int, ...]
@@ -83,6 +85,7 @@ class InputSpec:
     features: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     body: str = ""
+    extraction: str = ""
 
     @classmethod
     def of(cls, dataset: Dataset) -> InputSpec:
@@ -91,7 +94,8 @@ class InputSpec:
         texts = {f"{name}={category}": name for name, found in d.categories.items() for category in found}
         columns = tuple(texts.get(feature, feature) for feature in d.features)
         body = str(d.about.get(BODY, ""))
-        return cls(d.shape, d.scale, d.mean, d.std, d.kind, features=d.features, columns=columns, body=body)
+        known = json.dumps({key: d.about[key] for key in REPEATED if key in d.about}) if body else ""
+        return cls(d.shape, d.scale, d.mean, d.std, d.kind, (), d.features, columns, body, known)
 
     @property
     def sides(self) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """`fedapp export`: a stored model with its transform as one graph, for programs that have no fedapp.
 
-The graph maps raw samples (N, ...), of any N, to logits (N, C). The names of the classes and what a raw sample is
+The graph maps raw samples (N, ...), of any N, to logits (N, C). With a pretrained body it holds the body too
+(:mod:`fedapp.bodies.graph`). The names of the classes and what a raw sample is
 travel in the file: `fedapp.json` among the extra files of `.pt2`, the metadata entry `fedapp` of `.onnx`.
 """
 
@@ -9,19 +10,23 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedapp.bodies.extractor import INPUTS, Extractor, padded
+from fedapp.bodies.graph import joined
 from fedapp.core.products import Linear
 from fedapp.errors import BadRequest
 from fedapp.files import atomic, explained
 from fedapp.results.predict import LoadedModel, described
+from fedapp.results.whole import WholeModel
 
 FORMATS = ("pt2", "onnx")
 CHECKED = 8
@@ -41,7 +46,16 @@ def examples(net: LoadedModel, count: int) -> Tensor:
     return mean + std * torch.randn(shape, generator=generator)
 
 
-def write(net: LoadedModel, to: str, path: Path) -> float:
+def samples(net: WholeModel, count: int) -> tuple[list[Any], dict[str, NDArray[Any]]]:
+    """Draw raw samples, and the inputs of a graph for them."""
+    if net.kind == "text":
+        texts = [" ".join(("a", "my card", "how", "ten")[: 1 + row % 4]) for row in range(count)]
+        return texts, dict(zip(INPUTS, padded(net.extractor.tokens(texts)), strict=False))
+    x = np.random.default_rng(0).integers(0, 256, (count, 40, 50, net.extractor.channels), dtype=np.uint8)
+    return list(x), {"raw": x}
+
+
+def write(net: LoadedModel | WholeModel, to: str, path: Path) -> float:
     """Write a model as one graph, read it again, and compare it with the module.
 
     Parameters
@@ -60,8 +74,16 @@ def write(net: LoadedModel, to: str, path: Path) -> float:
     """
     if to not in FORMATS:
         raise BadRequest(f"--to {to}: choose from {', '.join(FORMATS)}")
+    extractor = None
+    if isinstance(net, WholeModel):
+        if to != "onnx":
+            raise BadRequest(f"--to {to} takes no body of ONNX: choose --to onnx")
+        (raw, given), extractor = samples(net, CHECKED), net.extractor
+        x, net = torch.from_numpy(net.features(raw)), net.head
+    else:
+        x = examples(net, CHECKED)
+        given = {"raw": x.numpy()}
     net = net.cpu().eval()
-    x = examples(net, CHECKED)
     with torch.inference_mode(), _traced():
         wanted = net(x)  # before tracing, so that the transform's cached constants are real tensors
     facts = json.dumps(described(net.inputs, net.classes))
@@ -69,7 +91,8 @@ def write(net: LoadedModel, to: str, path: Path) -> float:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic(path, mode=0o666) as part:
             with _traced():
-                found = (_pt2 if to == "pt2" else _onnx)(_traceable(net), part, facts, x)
+                twin = _traceable(net)
+                found = _pt2(twin, part, facts, x) if to == "pt2" else _onnx(twin, part, facts, x, given, extractor)
             difference = float((found - wanted).detach().abs().max())
             if not difference <= CLOSE * max(1.0, float(wanted.abs().max())):
                 raise RuntimeError(f"the exported graph differs from the model by {difference:g}; nothing was kept")
@@ -112,7 +135,9 @@ def _pt2(net: LoadedModel, path: Path, facts: str, x: Tensor) -> Tensor:
     return logits
 
 
-def _onnx(net: LoadedModel, path: Path, facts: str, x: Tensor) -> Tensor:
+def _onnx(
+    net: LoadedModel, path: Path, facts: str, x: Tensor, given: Mapping[str, NDArray[Any]], extractor: Extractor | None
+) -> Tensor:
     try:
         import onnx
         import onnxruntime
@@ -120,13 +145,13 @@ def _onnx(net: LoadedModel, path: Path, facts: str, x: Tensor) -> Tensor:
     except ImportError as e:
         raise BadRequest(f"--to onnx needs the package {e.name}: pip install 'fedapp[onnx]', or choose --to pt2") from e
     program = torch.onnx.export(
-        net, (x[:2],), dynamo=True, dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), input_names=["raw"],
-        output_names=["logits"], verbose=False,
+        net, (x[:2],), dynamo=True, dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+        input_names=["features" if extractor else "raw"], output_names=["logits"], verbose=False,
     )  # fmt: skip
     assert program is not None
-    model = program.model_proto
+    model = joined(extractor, program.model_proto) if extractor else program.model_proto
     onnx.helper.set_model_props(model, {"fedapp": facts})
     path.write_bytes(model.SerializeToString())  # weights in the same file
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    found: NDArray[np.float32] = session.run(["logits"], {"raw": x.numpy()})[0]
+    found: NDArray[np.float32] = session.run(["logits"], {**given})[0]
     return torch.from_numpy(found)

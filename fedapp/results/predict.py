@@ -10,6 +10,7 @@ names the method, the architecture, the classes and the normalisation.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +24,11 @@ from clients.base import FedClient
 from fedapp import plugins, registry
 from fedapp.config import RunConfig
 from fedapp.core import names
-from fedapp.data import datasets, tables
+from fedapp.data import datasets, pictures, tables
 from fedapp.data.columns import BODY, body_of, read_npz, samples
 from fedapp.data.moments import Samples
 from fedapp.data.names import is_there
-from fedapp.data.pictures import FORMATS, check_depth, pixels
+from fedapp.data.pictures import FORMATS, PICTURE_SUFFIXES, check_depth, pixels
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, counted, plain
 from fedapp.lazy import Image, Tensor, nn, pd, torch
@@ -37,6 +38,7 @@ from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Scalar
 from fedapp.models import SplitModel, is_own, own, selection, weights
 from fedapp.models.bounded import Bounded
+from fedapp.results.whole import WholeModel
 from fedapp.tasks import identity
 
 SCHEMA = 1
@@ -52,7 +54,7 @@ def described(inputs: InputSpec, classes: Sequence[str]) -> dict[str, object]:
     """Return what a stored model needs to know of the data, as JSON values."""
     names = ("shape", "kind", "scale", "mean", "std", "binary", "features", "columns")
     values = {name: getattr(inputs, name) for name in names} | {"classes": tuple(classes)}
-    values |= {BODY: inputs.body} if inputs.body else {}
+    values |= {BODY: inputs.body, "extraction": json.loads(inputs.extraction or "{}")} if inputs.body else {}
     return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()} | {"num_classes": len(classes)}
 
 
@@ -148,6 +150,24 @@ class LoadedModel(nn.Module):
         """Return the logits (N, C) of raw samples."""
         logits: Tensor = self.model(self.transform(raw))
         return logits
+
+    def with_body(self, body: str) -> WholeModel:
+        """Return this head with the body on whose features it was trained, for raw pictures or texts.
+
+        Parameters
+        ----------
+        body : `efficientnet-lite0`, `minilm` or a file, with arguments of `fedapp features` where the model does not
+            know them: `"text.onnx tokenizer=tokenizer.json"`.
+
+        Raises
+        ------
+        BadRequest : it is another body, or one of its packages is missing.
+
+        Examples
+        --------
+        >>> load("runs/a").with_body("minilm").predict(["Where is my card?"])  # doctest: +SKIP
+        """
+        return WholeModel(self, body)
 
     @torch.inference_mode()
     def predict(self, raw: NDArray[Any] | Tensor) -> NDArray[np.float32]:
@@ -294,6 +314,7 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
         shape, float(head["scale"]), tuple(map(float, head["mean"])), tuple(map(float, head["std"])),
         str(head.get("kind", "image")), tuple(map(bool, head.get("binary", ()))),
         tuple(map(str, head.get("features", ()))), tuple(map(str, head.get("columns", ()))), str(head.get(BODY, "")),
+        json.dumps(dict(head.get("extraction", {}))),
     )  # fmt: skip
     classes = classes or tuple(str(i) for i in range(spec.num_classes))
     named = {len(inputs.columns), len(inputs.features)} if inputs.columns else set()
@@ -350,15 +371,9 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
         )
     out = np.empty((len(paths), height, width, channels), np.uint8)
     for row, path in enumerate(paths):
-        try:
-            with Image.open(path, formats=FORMATS) as picture:
-                check_depth(picture)
-                found = pixels(picture, out.shape[1:])
-        except (OSError, SyntaxError, Image.DecompressionBombError) as e:
-            reason = "does not exist" if isinstance(e, FileNotFoundError) else "is not a picture that can be read"
-            raise BadRequest(f"{path} {reason}") from e
-        except ValueError as e:
-            raise BadRequest(f"cannot read the picture {path} ({e})") from e
+        with pictures.named(path), Image.open(path, formats=FORMATS) as picture:
+            check_depth(picture)
+            found = pixels(picture, out.shape[1:])
         out[row] = found if inputs.scale == 255 else np.rint(found * inputs.scale / 255)
     return out
 
@@ -402,23 +417,47 @@ def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
     return x, [f"{path}:{row}" for row in range(len(x))]
 
 
-def run(net: LoadedModel, files: Sequence[Path]) -> pd.DataFrame:
+def run(net: LoadedModel | WholeModel, files: Sequence[Path], text: str = "") -> pd.DataFrame:
     """Classify all samples of files.
+
+    Parameters
+    ----------
+    files : a folder stands for all pictures below it.   text : column of texts, for a model of texts.
 
     Returns
     -------
     One row per sample: `sample` (file, or file:row), `class` and `probability` of the most probable class, and `p_NAME`
     for each class.
     """
-    tables = []
-    for path in files:
-        x, names = read_samples(path, net)
-        p = net.predict(x)
-        best = p.argmax(axis=1)
-        columns: dict[str, Any] = {
-            "sample": names,
-            "class": [net.classes[i] for i in best],
-            "probability": p.max(axis=1),
-        }
-        tables.append(pd.DataFrame({**columns, **{f"p_{name}": p[:, i] for i, name in enumerate(net.classes)}}))
-    return pd.concat(tables, ignore_index=True)
+    found, names = [], []
+    x: Any
+    for path in (below for given in files for below in _files(given)):
+        x, rows = net.read(path, text) if isinstance(net, WholeModel) else read_samples(path, net)
+        try:
+            found.append(net.predict(x))
+        except BadRequest as e:
+            raise BadRequest(f"{path}: {e}") from e
+        names += rows
+    p = np.concatenate(found)
+    best = p.argmax(axis=1)
+    columns: dict[str, Any] = {
+        "sample": names,
+        "class": [net.classes[i] for i in best],
+        "probability": p.max(axis=1),
+    }
+    return pd.DataFrame({**columns, **{f"p_{name}": p[:, i] for i, name in enumerate(net.classes)}})
+
+
+def _files(given: Path) -> list[Path]:
+    """Return a file, or the pictures below a folder.
+
+    Raises
+    ------
+    BadRequest : there are none.
+    """
+    if not given.is_dir():
+        return [given]
+    found = sorted(path for path in given.rglob("*") if path.suffix.lower() in PICTURE_SUFFIXES)
+    if not found:
+        raise BadRequest(f"{given} holds no picture ({', '.join(sorted(PICTURE_SUFFIXES))})")
+    return found
