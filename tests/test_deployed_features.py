@@ -1,0 +1,60 @@
+"""Real nodes that extract features of their own pictures: only sums leave, and another body is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedapp.learning.state import read_safetensors
+from tests.deployment import NODES, deployed
+from tests.test_deployed_nodes import out_of, warned
+from tests.test_deployment import DEPLOY
+from tests.test_features import SIDE, picture_body
+from tests.test_nodes import start
+from tests.test_raw_samples import COLOURS, SETTINGS, photos
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("onnxruntime")
+
+
+def test_two_nodes_extract_and_a_third_with_another_mean_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = picture_body(tmp_path / "body.onnx", side=SIDE)
+    sites = [photos(tmp_path / f"site{k}", k) for k in range(3)]
+    given = {
+        k: {"client-id": k, "data-path": str(site), "features-with": f"{body} mean={mean} std=128"}
+        for k, (site, mean) in enumerate(zip(sites, (127, 127, 120), strict=True))
+    }
+    with deployed(tmp_path / "deployment") as it:
+        it.superlink()
+        it.register(*NODES)
+        for k, name in enumerate(NODES):
+            text = " ".join(f"{key}={value!r}" for key, value in given[k].items())
+            it.node(name, node_config=f"{text} state-dir='{it.folder}/vol-{name}/state'")
+        for name in NODES:
+            it.online(name, 120)
+        out = out_of(it, "features")
+        words = [word for key, value in SETTINGS.items() if key != "method" for word in ("--set", f"{key}={value}")]
+        more = ("--clients", "3", "--set", "min-clients=2", "--set", "wait-timeout=60", "--out", str(out))
+        done = it.run(*DEPLOY, "--method", str(SETTINGS["method"]), *words, *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "the body of client 2 (" in warned(out) and "differs from that of client 0 (" in warned(out)
+        for name in NODES:
+            assert it.log(name).count("fedapp: the body 'body.onnx' extracts features of 24 rows, once") == 1
+        found, _ = read_safetensors(out / "models" / "last.safetensors")
+        kept = it.folder / "vol-supernode-0" / "state" / "run" / "0" / "received.safetensors"
+        told = it.run("predict", "--model", str(kept), "--with", str(body), "--top", "1", str(sites[2] / "test"))
+        assert told.returncode == 0, told.stderr
+    rows = [line.split("\t") for line in told.stdout.splitlines()]
+    assert len(rows) == 2 * len(COLOURS) and all(Path(row[0]).parent.name == row[1] for row in rows)
+
+    for place, variable in (("cache", "FEDAPP_CACHE"), ("state", "FEDAPP_STATE")):
+        monkeypatch.setenv(variable, str(tmp_path / place))
+    summary, *_ = start(tmp_path / "here", {70 + k: given[k] for k in (0, 1)}, **SETTINGS, clients=2)
+    wanted, _ = read_safetensors(tmp_path / "here" / "run" / "models" / "last.safetensors")
+    assert summary["ok"] and json.loads((out / "summary.json").read_text())["calibration"] == summary["calibration"]
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
