@@ -91,6 +91,29 @@ def test_a_node_extracts_once_and_another_body_is_never_added(tmp_path: Path, mo
     assert len(task.y_train) == 17 and made[-1] not in made[:-1], "changed files are extracted again"
 
 
+def test_an_interrupted_extraction_of_a_node_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, site = picture_body(tmp_path / "body.onnx", side=SIDE), photos(tmp_path / "site", 0)
+    node = Node.parse({"client-id": 0, "data-path": str(site), "features-with": f"{body} {LEVELS}"})
+    whole = fedapp.features(site, body, tmp_path / "f.npz", mean=[127], std=[128], workers=1).out
+    monkeypatch.setattr(extraction, "CHUNK", 10)
+    make, made, limit = extraction.Chunks.make, list[int](), 2
+
+    def interrupted(chunks: Any, given: Any, extractor: Any, number: int) -> int:
+        if len(made) == limit:
+            raise KeyboardInterrupt
+        made.append(number)
+        return make(chunks, given, extractor, number)
+
+    monkeypatch.setattr(extraction.Chunks, "make", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        node_task(from_flat(SETTINGS), node, torch.device("cpu"))
+    limit = 9
+    node_task(from_flat(SETTINGS), node, torch.device("cpu"))
+    assert made == [0, 1, 2]
+    (found,) = (tmp_path / "cache" / "features").glob("*.npz")
+    assert found.read_bytes() == whole.read_bytes() and not found.with_name(f"{found.name}.parts").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

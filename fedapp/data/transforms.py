@@ -94,7 +94,7 @@ class InputSpec:
         texts = {f"{name}={category}": name for name, found in d.categories.items() for category in found}
         columns = tuple(texts.get(feature, feature) for feature in d.features)
         body = str(d.about.get(BODY, ""))
-        known = json.dumps({key: d.about[key] for key in REPEATED if key in d.about}) if body else ""
+        known = json.dumps({key: d.about[key] for key in REPEATED if key in d.about}, sort_keys=True) if body else ""
         return cls(d.shape, d.scale, d.mean, d.std, d.kind, (), d.features, columns, body, known)
 
     @property

@@ -314,7 +314,7 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
         shape, float(head["scale"]), tuple(map(float, head["mean"])), tuple(map(float, head["std"])),
         str(head.get("kind", "image")), tuple(map(bool, head.get("binary", ()))),
         tuple(map(str, head.get("features", ()))), tuple(map(str, head.get("columns", ()))), str(head.get(BODY, "")),
-        json.dumps(dict(head.get("extraction", {}))),
+        json.dumps(dict(head["extraction"]), sort_keys=True) if "extraction" in head else "",
     )  # fmt: skip
     classes = classes or tuple(str(i) for i in range(spec.num_classes))
     named = {len(inputs.columns), len(inputs.features)} if inputs.columns else set()
