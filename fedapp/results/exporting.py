@@ -79,7 +79,9 @@ def write(net: LoadedModel | WholeModel, to: str, path: Path) -> float:
         if to != "onnx":
             raise BadRequest(f"--to {to} takes no body of ONNX: choose --to onnx")
         (raw, given), extractor = samples(net, CHECKED), net.extractor
-        x, net = torch.from_numpy(net.features(raw)), net.head
+        x, head = torch.from_numpy(net.features(raw)), net.head
+        assert isinstance(head, LoadedModel)
+        net = head
     else:
         x = examples(net, CHECKED)
         given = {"raw": x.numpy()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,21 @@ from fedapp.bodies.extractor import Extractor
 from fedapp.bodies.known import of_text
 from fedapp.data import pictures, tables
 from fedapp.data.columns import PLAIN, features_problem, read_npz
+from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, raised
 
-if TYPE_CHECKING:
-    from fedapp.results.predict import LoadedModel
-
 Raw: TypeAlias = NDArray[Any] | Sequence[NDArray[Any]] | Sequence[str]
+
+
+class Head(Protocol):
+    """What is needed of a classifier of features, such as a `LoadedModel`."""
+
+    classes: tuple[str, ...]
+    inputs: InputSpec
+    about: str
+
+    def predict(self, raw: NDArray[Any]) -> NDArray[np.float32]:
+        """Return the class probabilities (N, C) of features (N, width)."""
 
 
 class WholeModel:
@@ -43,7 +52,7 @@ class WholeModel:
     BadRequest : the head is on no features, or on those of another body; or a package is missing.
     """
 
-    def __init__(self, head: LoadedModel, body: str) -> None:
+    def __init__(self, head: Head, body: str) -> None:
         inputs = head.inputs
         if not inputs.body:
             raise BadRequest("this model was not trained on features of a pretrained body: leave the body out")
