@@ -361,20 +361,21 @@ def shortlist(runs: Sequence[Kept]) -> list[str]:
         reveals = of.class_threshold(of.hparams()) is not None
         return not of.heterogeneous, reveals, bool(of.public_share), sent[method]
 
-    rows: list[tuple[str, ...]] = [(title("local"), "nothing", "nothing", "0.0", *[DASH] * 3)]
+    rows: list[tuple[str, ...]] = [(title("local"), "any", "no", "0.0", *[DASH] * 3)]
     for method in sorted(shown, key=needs):
         one, reveals, public, up = needs(method)
         ordered = sorted(known, key=lambda pair: pair[1].methods[method].mean)
         low, high = (f"{in_points(c.methods[method])}, {block.id}" for block, c in (ordered[0], ordered[-1]))
         decided = " / ".join(str(sum(method in c.of(word) for _, c in known)) for word in ("better", "equal", "open"))
         rows.append((
-            title(method), f"{'one architecture' if one else 'any architectures'}{', public rows' if public else ''}",
-            "facts of single classes" if reveals else "no single classes", f"{up / 1000:.1f}", decided, low, high,
+            title(method), f"{'one' if one else 'any'}{', public rows' if public else ''}",
+            "yes" if reveals else "no", f"{up / 1000:.1f}", decided, low, high,
         ))  # fmt: skip
-    heads = "method|needs|reveals|up, kB:|better / equal / open:|lowest difference, points|highest difference, points"
+    heads = "method|architectures|reveals classes|up, kB:|better / equal / open:|lowest, points|highest, points"
     return [
         f"{counted(len(shown), 'method')} of {measured} are worse than training alone in no setting. "
-        "They stand in the order of what they need, what they reveal, and what they send.",
+        "They are sorted by needs, revealed classes and bytes. *Lowest* and *highest*: difference to training alone in "
+        "a setting.",
         "", *markdown(heads, rows),
     ]  # fmt: skip
 
