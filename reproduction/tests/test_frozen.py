@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import Ridge
 
-from reproduction.studies import frozen
+from fedapp.results.runs import read_run
+from reproduction.studies import frozen, frozen_gradient
 from reproduction.studies.frozen import SETTINGS, Scores, Setting
 from tests.test_given_features import features
 
@@ -68,6 +70,28 @@ def test_a_setting_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "global" not in found[frozen.CHOOSING] and "gain" not in found["alone"]
     monkeypatch.setattr(frozen, "measure", None)
     assert frozen.main() == 0 and page.read_text().count("\n") > 8, "nothing is measured again"
+
+
+def test_heads_are_trained_in_rounds_with_a_searched_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    features(tmp_path / "made.npz", client=False)
+    given = Setting("Made up", "made", {"clients": 4, "partition": "dirichlet", "alpha": 0.5})
+    monkeypatch.setattr(frozen, "SETTINGS", {"made": given, "made-rounds": replace(given, heads=("fedavg", "local"))})
+    monkeypatch.setattr(frozen, "ROUNDS", ("made-rounds",))
+    monkeypatch.setattr(frozen_gradient, "STEPS", {"made": "1e-6,1"})
+    monkeypatch.setattr(frozen_gradient, "EVEN", {**frozen_gradient.EVEN, "rounds": 3})
+    lines = tmp_path / "kept.jsonl"
+    frozen.save(lines, {("made", 0, "central"): {"penalty": 0.01, "global": 0.8}})
+    frozen_gradient.run_missing(["made-rounds"], tmp_path, tmp_path / "runs", lines)
+    kept = frozen.load(lines)
+    for seed in range(frozen_gradient.SEEDS):
+        found = kept["made-rounds", seed, "fedavg"]
+        assert found["step"] == 1 and found["bytes"] == 3 * 4 * (4 * 13)
+        done = read_run(tmp_path / "runs" / "made-rounds" / f"fedavg-s{seed}")
+        assert found["global"] == pytest.approx(done.score("global"), abs=1e-6)
+        assert {done.flat["validation"], done.flat["partition-seed"], done.seed} == {0.0, seed}
+        assert "global" not in kept["made-rounds", seed, "local"] and "own" not in kept["made-rounds", seed, "local"]
+    monkeypatch.setattr(frozen_gradient, "step_of", None)
+    frozen_gradient.run_missing(["made-rounds"], tmp_path, tmp_path / "runs", lines)
 
 
 def test_settings_are_what_the_page_says() -> None:
