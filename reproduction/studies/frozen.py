@@ -471,33 +471,31 @@ def mean_gain(runs: Sequence[Scores], name: str) -> float:
     return 100 * sum(run[name] for run in runs) / clients if clients else np.nan
 
 
-def ends(values: Sequence[float]) -> str:
+def ends(values: Sequence[float], sign: str = "") -> str:
     """Write the smallest and the largest of values."""
-    low, high = (f"{end(values):.1f}" for end in (min, max))
+    low, high = (f"{end(values):{sign}.1f}" for end in (min, max))
     return low if low == high else f"{low} to {high}"
 
 
 def exactness(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]:
     """Say how far heads from sums are from the central head of their kind, and from logistic regression on all rows."""
     apart = [run["apart"] for found in known.values() for runs in found.values() for run in runs if "apart" in run]
-    below = {
-        head: [
-            mean(found["central"], "global") - mean(found[head], "global") for found in known.values() if head in found
-        ]
-        for head in (*SHOWN, "qda")
-    }
     text = (
         f"One exchange gives the head that all training rows together would give: in {len(apart)} runs "
         f"{sum(apart):.0f} test rows are classified otherwise."
     )
-    points = (f"{title(head)} is {ends(values)}" for head, values in below.items() if values)
-    return [text, f"Below logistic regression on all rows, in points: {', '.join(points)}."]
+    points = []
+    for head in (*SHOWN, "qda"):
+        if values := [mean(f[head], "global") - mean(f["central"], "global") for f in known.values() if head in f]:
+            some = f" (in {len(values)} of {len(known)} settings)" * (len(values) < len(known))
+            points.append(f"{title(head)} {ends(values, '+')}{some}")
+    return [text, f"Points from logistic regression on all rows: {', '.join(points)}."]
 
 
 def comparison(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]:
     """Say where both heads with class shares are better and worse than each client alone, by more than the margin.
 
-    What is said of few rows, of classes of one's own, and of `choose` follows from the scores, or is left out.
+    The sentences on few rows, on classes of one's own and on `choose` follow from the scores, or are left out.
     """
     apart = {name: [mean(found[head], "shares") - mean(found["alone"], "own") for head in SHOWN]
              for name, found in known.items()}  # fmt: skip
@@ -505,28 +503,29 @@ def comparison(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]
                for name, f in known.items()}  # fmt: skip
     better = [name for name in known if min(apart[name]) > margins[name]]
     worse = [name for name in known if max(apart[name]) < -margins[name]]
-    lines = []
+    parts = []
     for word, group in {"better": better, "worse": worse}.items():
         if group:
             titles = "; ".join(SETTINGS[name].title for name in group)
             points = ends([abs(end) for name in group for end in apart[name]])
-            lines.append(f"With each client's class shares both are {word} than training alone in {len(group)} of "
-                         f"{len(known)} settings, by {points} points ({titles}).")  # fmt: skip
+            parts.append(f"both are {word} in {len(group)}, by {points} points ({titles})")
     if rest := len(known) - len(better) - len(worse):
-        lines.append(f"In the other {rest} at least one of them is equal to it within the margin.")
+        parts.append(f"in {rest} at least one is equal within the margin")
+    lines = [f"With each client's class shares, against training alone in {len(known)} settings: {'; '.join(parts)}."]
     own = [name for name in known if mean(known[name]["alone"], "unshared") == 100]
     runs = [run for name, found in known.items() if name not in own for head in SHOWN for run in found[head]]
     small, large = (mean_gain(runs, name) for name in ("few", "many"))
     if small > large:
-        lines.append(f"Clients with fewer than {FEW} training rows gain {small:+.1f} points, the others {large:+.1f}, "
-                     "where clients share classes.")  # fmt: skip
+        lines.append(f"Where clients share classes, those with fewer than {FEW} training rows gain {small:+.1f} "
+                     f"points, the others {large:+.1f}.")  # fmt: skip
     if worse and worse == own:
-        lines.append("They lose only where no class is at two clients.")
+        lines.append("Both heads are worse only where no class is at two clients.")
     for name in worse:
         if chosen := known[name].get(CHOOSING):
             loss = mean(known[name]["alone"], "own") - mean(chosen, "shares")
-            lines.append(f"There `choose` keeps the own head of {mean(chosen, 'own_heads') / 100:.0f} clients "
-                         f"and stays {loss:.1f} points below training alone.")  # fmt: skip
+            clients = sum(chosen[0][side] for side in ("gain", "same", "lose"))
+            lines.append(f"There `choose` keeps the own head of {mean(chosen, 'own_heads') / 100:.0f} of {clients:.0f} "
+                         f"clients and stays {loss:.1f} points below training alone.")  # fmt: skip
     return lines
 
 
