@@ -26,7 +26,7 @@ from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.engines import control, local, runner, supervise
 from fedapp.engines.control import Control, LaunchError
-from fedapp.engines.superlink import Outcome
+from fedapp.engines.superlink import COLOUR, Outcome
 from fedapp.errors import BadRequest, plain
 from fedapp.results.cells import cell
 from fedapp.results.directory import ANNOUNCED, keep_rows, write_json
@@ -189,9 +189,10 @@ class RemoteRun:
         for line in lines:
             _, mark, event = line.partition(ANNOUNCED)
             if not mark:
-                self.printed = [*self.printed[-KEPT_LINES:], plain(line)]
+                shown = plain(COLOUR.sub("", line))
+                self.printed = [*self.printed[-KEPT_LINES:], shown]
                 with (self.here / "superlink.log").open("a", encoding="utf-8") as f:
-                    f.write(plain(line) + "\n")
+                    f.write(shown + "\n")
                 continue
             with contextlib.suppress(ValueError):
                 self.event(json.loads(event))

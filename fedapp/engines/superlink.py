@@ -482,7 +482,8 @@ def _short_folder() -> str | None:
     return "/tmp"
 
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+"""Colours in Flower's log."""
 _FLOWER = ("flower-superlink", "flower-superexec")
 _RAY = (
     "fedapp-ray",
@@ -541,7 +542,7 @@ def _tail(path: Path, start: int, lines: int = 60, head: int = 20) -> str:
     try:
         with path.open("rb") as file:
             file.seek(start)
-            text = _COLOUR.sub("", file.read().decode("utf-8", errors="replace"))
+            text = COLOUR.sub("", file.read().decode("utf-8", errors="replace"))
     except OSError:
         return ""
     noise = ('"POST /', '"GET /', "ControlServicer.ListRuns")
