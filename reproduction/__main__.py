@@ -27,6 +27,7 @@ app = Application(
 STUDIES = {
     "attacks": "accuracy of honest clients by attack, rule and method: docs/robustness.md",
     "choosing": "all methods on seven settings: docs/choosing.md",
+    "figures": "all pictures of docs/figures.md, by the commands on that page",
     "frozen": "heads on frozen pretrained features, in one exchange: docs/frozen.md",
     "frozen_gradient": "heads trained in rounds on the same features: docs/frozen.md",
     "har": "methods on 30 persons' movements: docs/har.md",

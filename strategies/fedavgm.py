@@ -62,7 +62,7 @@ class ServerOptimizer(Strategy):
     moments: ClassVar[tuple[str, ...]]
 
     def init(self, context: ServerContext) -> ServerState:
-        """Return w^0 and moments without arrays: the first update creates them."""
+        """Return w^0 and empty moments; the first update creates their arrays."""
         return {**super().init(context), **{m: {} for m in self.moments}}
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:

@@ -336,7 +336,7 @@ def class_means(
     ----------
     replies : of each client the classes (S,), one vector each (S, d), and their weights (S,).
     previous : (C, d), from which changes are measured.
-    robust : its `cap` bounds weights by the class's median.
+    robust : its `count_cap` bounds weights by the class's median.
 
     Returns
     -------

@@ -2,8 +2,8 @@
 
 Flower's SuperLink serves nodes, the command line and its own helper processes on one port. A program that reaches that
 port with the CA's certificate can register nodes, submit code, and take over the task of a run. The gate passes exactly
-the paths that a registered SuperNode uses, with limits for sizes, and of a node only messages of its own. It relies on
-the protocol of Flower 1.41.
+the paths that a registered SuperNode uses, with limits for sizes. A node can send only its own replies, and receive
+only its own messages. The gate relies on the protocol of Flower 1.41.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,6 +16,7 @@ from fedapp.results.figures.pieces import Curve
 from fedapp.results.figures.plots import sweep
 from fedapp.transport.traffic import RoundFailed
 from reproduction.figures import calibration, maps, papers, plots
+from reproduction.studies import figures as study
 
 PAGE = Path(__file__).parents[2] / "docs" / "figures.md"
 
@@ -101,3 +103,19 @@ def test_the_toy_example_says_what_its_lines_are() -> None:
     _, _, figure = papers.PAPERS["cwfedavg-1"].draw(())
     said = [text.get_text() for text in figure.legends[0].get_texts()]
     assert said == ["positive weight", "negative weight", "width: magnitude within a network"]
+
+
+def test_every_picture_was_drawn_by_the_commands_of_the_page() -> None:
+    """`python -m reproduction study figures` draws those that are not."""
+    pictures = study.pictures_of(PAGE.read_text(encoding="utf-8"))
+    assert {p.figure for p in pictures} == set(papers.PAPERS)
+    assert json.loads(study.DRAWN.read_text()) == {p.file: p.digest for p in pictures}
+
+
+def test_commands_of_a_page_run_once_and_a_failed_one_is_named(tmp_path: Path) -> None:
+    commands = {"runs/a": "echo fedapp >> count && mkdir -p runs/a", "runs/b": "fedapp-is-missing"}
+    for _ in range(2):
+        assert study.run_commands(commands, tmp_path, tmp_path) == ["fedapp-is-missing"]
+    assert (tmp_path / "count").read_text() == "fedapp\n"
+    with pytest.raises(BadRequest, match="fedgh-2: no command of the page makes runs/b"):
+        study.pictures_of("### fedgh-2: x\n\nRuns: `runs/b`.\n\n![x](figures/a.svg)\n")
