@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from fedapp.core.fourier import digest
 from fedapp.errors import BadRequest
 from fedapp.lazy import nn
 from fedapp.learning import dp_sgd
 from fedapp.learning.training import Phase, batch_slices, needs_two, step_rates
 from fedapp.method import Scalar
-from fedapp.models import weights
+from fedapp.models import frozen, weights
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
@@ -101,7 +102,10 @@ def models_of(phase: Phase) -> list[SplitModel]:
 
 
 def facts_of_the_body(client: Any) -> dict[str, Scalar]:
-    """Return checksums of what is not sent and is the same everywhere: frozen layers, a body of given features."""
+    """Return checksums of what is not sent and is the same everywhere: frozen layers, a body, random directions."""
     stored = client.task.settings.weights
     found: dict[str, Scalar] = {"weights": weights.checksum(stored)} if stored and client.task.settings.freeze else {}
+    args = frozen.of(client.task.model, client.task.settings)
+    if args.random_features:
+        found["random-features"] = digest(args.matrix(client.task.inputs.shape[0])[0])
     return found | ({"body": client.task.inputs.body} if client.task.inputs.body else {})

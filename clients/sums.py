@@ -39,6 +39,7 @@ from fedapp.core import sums
 from fedapp.core.sums import FeatureSums
 from fedapp.lazy import torch
 from fedapp.method import SUM_BITS, Arrays, Payload, Scalar
+from fedapp.models import frozen
 from fedapp.reduce.spec import Totals
 
 SUMS = "sums/"
@@ -138,6 +139,8 @@ class SumsClient(LossesClient):
         """Return the largest |z| of the training rows where sums can be exact."""
         if self.settings.base != "none" or self.settings.min_count > 1:
             return None
+        if (args := frozen.of(self.task.model, self.task.settings)).scaled:  # its scaling is not known yet
+            return args.largest if args.random_features else None
         self.model = initial_model(self)
         if self.model.features.state_dict():  # the last bits of a network's features depend on the block
             return None

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,13 @@ from fedapp.client_steps import (
 from fedapp.config import RunConfig, dp_rules
 from fedapp.core.secure_sum import Unsafe
 from fedapp.data import partitions
+from fedapp.data.moments import feature_sums
 from fedapp.errors import BadRequest, plain
 from fedapp.learning.releases import Ledger, Releaser, path_of
 from fedapp.learning.state import MOST_ROUNDS, ClientStore, Expected, StateError
 from fedapp.learning.task import Task
 from fedapp.method import Payload, Scalar
+from fedapp.reduce.scaling import KIND, SCALING
 from fedapp.results import predict
 from fedapp.tasks import node as nodes
 from fedapp.tasks.node import Node
@@ -159,7 +161,8 @@ def _task(node: Node, config: RunConfig, request: RoundRequest) -> Task:
     images = min(partitions.UNION, request.balanced_images or partitions.UNION)
     if node.own or process.real_node():
         node.check(config)
-    return nodes.node_task(config, node, process.device(), images)
+    task = nodes.node_task(config, node, process.device(), images)
+    return replace(task, inputs=task.inputs.scaled(request.scaling)) if request.scaling else task
 
 
 def newcomer(context: Context, config: RunConfig, request: RoundRequest, alone: bool = False) -> FedClient:
@@ -235,7 +238,9 @@ class Handlers:
         if stage == "train" and (bound or (privacy is not None and privacy.unit == "client")):
             steps.append(bounded_update(client, bound))
         query = functools.partial(self.query, stage.removeprefix("query."))
-        found = {"register": self.register, "train": self.train, "evaluate": self.evaluate}.get(stage, query)
+        found = {
+            "register": self.register, "train": self.train, "evaluate": self.evaluate, f"query.{KIND}": self.scaling
+        }.get(stage, query)  # fmt: skip
         return around(found, steps)
 
     def register(self, request: RoundRequest, payload: Payload) -> Outcome:
@@ -295,6 +300,11 @@ class Handlers:
         """Answer a query of the server."""
         arrays, _, numbers = self.client.answer_query(kind, payload, request.round)
         return Outcome(arrays, numbers)
+
+    def scaling(self, request: RoundRequest, payload: Payload) -> Outcome:
+        """Return the sums from which mean and deviation of the features of all clients follow."""
+        sums = feature_sums(self.client.task.x_train.cpu().numpy())
+        return Outcome({SCALING + name: array for name, array in sums.items()})
 
     def keep(self, protocol: str, request: RoundRequest, rounds: int, payload: Payload) -> None:
         """Keep the model of a score for use after the run: on a real node always, in a simulation at the end."""

@@ -150,8 +150,10 @@ def named_values(key: str, text: str, takes: str) -> dict[str, str]:
     return values
 
 
-def hyperparameters(owner: str, kind: type[H], values: Mapping[str, str], prefix: str = "") -> H:
-    """Build the hyperparameters of the method `owner` from text; messages put `prefix` before their names.
+def hyperparameters(
+    owner: str, kind: type[H], values: Mapping[str, str], prefix: str = "", key: str = "method-args"
+) -> H:
+    """Build the hyperparameters of `owner` from the text of `key`; messages put `prefix` before their names.
 
     Raises
     ------
@@ -163,7 +165,7 @@ def hyperparameters(owner: str, kind: type[H], values: Mapping[str, str], prefix
     for name in values:
         if name not in fields:
             raise BadRequest(
-                f"method-args: {owner} has no hyperparameter '{prefix}{name}'{suggest(name, fields) or '.'} {takes}"
+                f"{key}: {owner} has no hyperparameter '{prefix}{name}'{suggest(name, fields) or '.'} {takes}"
             )
     try:
         return kind.model_validate(values)
@@ -171,11 +173,11 @@ def hyperparameters(owner: str, kind: type[H], values: Mapping[str, str], prefix
         wrong = "; ".join(
             f"{prefix}{'.'.join(map(str, x['loc'])) or owner} = {x['input']!r}: {x['msg']}" for x in e.errors()
         )
-        raise BadRequest(f"method-args: {wrong}. {takes}") from e
+        raise BadRequest(f"{key}: {wrong}. {takes}") from e
 
 
 def fields_text(owner: str, kind: type[BaseModel], prefix: str = "") -> str:
-    """Return one sentence that lists the hyperparameters of the method `owner` with their defaults."""
+    """Return one sentence that lists the hyperparameters of `owner` with their defaults."""
     parts = [f"{prefix}{n} (default {f.default})" for n, f in kind.model_fields.items()]
     return f"{owner} takes: {', '.join(parts)}" if parts else f"{owner} takes no hyperparameters"
 

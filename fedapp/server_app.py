@@ -41,9 +41,10 @@ from fedapp.federation.loop import federate
 from fedapp.federation.participants import Participants, Progress
 from fedapp.federation.summary import summary
 from fedapp.learning.task import ModelSpec
-from fedapp.method import ClientInfo, ServerContext, ServerState
-from fedapp.models import own
+from fedapp.method import ClientInfo, Payload, ServerContext, ServerState
+from fedapp.models import frozen, own
 from fedapp.reduce.reader import Policy
+from fedapp.reduce.scaling import KIND, moments_from
 from fedapp.results.directory import (
     ANNOUNCED,
     RunDirectory,
@@ -345,6 +346,7 @@ class Run(Setup):
         about |= {"resume": config.storage.resume, "out": str(self.out), "device": str(self.device)}
         self.tell({"kind": "start", "method": config.federation.method, **about})
         self._make_hooks()
+        self._scale()
         state = federate(self.strategy, self.cohort, context, self.hooks, rounds=rounds, start=self._take_start())
         found = summary(self, state, self.warnings)
         write_json(self.out / "summary.json", found)
@@ -367,6 +369,23 @@ class Run(Setup):
         self.hooks += [kind(self) for kind in HOOKS]
         if self.start:
             self.hooks.load_state_dict(self.remembered)
+
+    def _scale(self) -> None:
+        """Learn mean and deviation of the features of all clients, if the model wants them standardised."""
+        if not frozen.of(self.config.model.model, self.config.model).scaled:
+            return
+        path = self.out / "scaling.json"
+        if not path.is_file():  # a resumed run goes on with the same
+            found = self.cohort.query(Progress(0, {}))(KIND, Payload()).totals("moments")
+            write_json(path, moments_from(found.sums))
+        text = path.read_text(encoding="utf-8")
+        self.manager.request = dataclasses.replace(self.manager.request, scaling=text)
+        if self.central.inputs is not None:
+            self.central.inputs = inputs = self.central.inputs.scaled(text)
+            known = {"mean": inputs.mean, "std": inputs.std}
+            self.header = {**self.header, **known}
+            path = self.out / "inputs.json"
+            write_json(path, {**json.loads(path.read_text(encoding="utf-8")), **known})
 
     def _register(self) -> None:
         """Register the clients; they state the model and their number if the configuration leaves these open."""

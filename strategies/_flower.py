@@ -28,6 +28,7 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from fedapp.errors import BadRequest, plain
 from fedapp.method import HEAD, Arrays, ClientInfo, Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.reader import Check, Policy, Reader
+from fedapp.reduce.scaling import KIND
 from fedapp.reduce.spec import Query
 from fedapp.sampling import rng, sample_clients
 from fedapp.transport.boundary import LARGE, Contract, decoded_problem
@@ -136,7 +137,7 @@ class FlowerStrategy(FedAvg):
         A form that does not fit the declarations is refused; then the method checks the reply.
         """
         unfit = self.reader.checker(kind, state, shared)
-        return lambda reply: unfit(reply) or self.maths.check(state, reply)
+        return unfit if kind == f"query.{KIND}" else lambda reply: unfit(reply) or self.maths.check(state, reply)
 
     # ---- what Flower's loop calls --------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ ICML 2024.
    here only with `normalise=true`.
 5. One factor for all logits (`scale`).
 
-Random features (Fed3R-RF) are not part of it: the released code has none.
+With `random_features` z are random Fourier features of standardised ones (Fed3R-RF; `fedapp/models/frozen.py`).
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ class Fed3RHParams(SumsHParams):
         False, description="divide each class's weights and bias by the norm of its weights (code: yes)"
     )
     bias: bool = Field(True, description="whether there is a bias, penalised too (code: yes)")
+
+    random_features: int = Field(
+        0,
+        ge=0,
+        description="D random Fourier features of model = identity (Fed3R-RF); gamma and seed stand in model-args; 0 = "
+        "none",
+    )
 
     @model_validator(mode="after")
     def _one_penalty(self) -> Self:

@@ -196,6 +196,21 @@ def test_every_method_runs_on_features_or_is_another_or_is_refused(method: str, 
         assert run.rounds[columns].equals(other.rounds[columns])
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "method", [*(m for m in methods() if m not in REFUSED), *(f"{m}(personal=true)" for m in ("fed3r", "lda", "qda"))]
+)
+def test_every_method_takes_features_that_an_exchange_has_standardised(method: str, tmp_path: Path, tiny: Tiny) -> None:
+    common: dict[str, Any] = {"dataset": "npz", "clients": 0, "data_dir": str(features(tmp_path / "f.npz"))}
+    common |= {"public_data": "0.05"} if method == "ktpfl" else {}
+    given, asked = (tiny(method=method, **common, **more) for more in ({}, {"model_args": "standardise=true"}))
+    assert asked.summary["bytes_up_query.scaling"] == 8 * 25
+    if asked.summary["rounds"]:
+        columns = ["received_loss", "trained_loss"]
+        np.testing.assert_allclose(asked.rounds[columns], given.rounds[columns], rtol=0.02)
+    assert np.isfinite(asked.summary["accuracy"]["received"]["last"])
+
+
 # ---- bodies ----------------------------------------------------------------------------------------------------------
 
 

@@ -166,3 +166,9 @@ def test_it_is_no_base() -> None:
     outer = registry.get("ccvr")
     with pytest.raises(BadRequest, match="does not leave one"):
         registry.resolve(outer, registry.parse_args(outer, "base=qda"))
+
+
+def test_sites_do_not_choose_between_quadratic_heads() -> None:
+    with pytest.raises(BadRequest, match="qda has no hyperparameter 'choose'") as refused:
+        registry.configured("qda", "choose=true")
+    assert "\n" not in str(refused.value)

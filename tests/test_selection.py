@@ -61,6 +61,8 @@ def test_buffers_travel_where_they_are_global_and_counters_never() -> None:
         assert selection.shared_names(model, ("",), buffers=buffers) == PARAMETERS + HEADS
     assert selection.shared_names(model, ("head.", "features.1.")) == PARAMETERS[2:] + STATISTICS + HEADS[:2]
     assert selection.shared_names(model, iter(["head."])) == HEADS[:2]
+    model.register_buffer("constant", torch.ones(2), persistent=False)
+    assert selection.float_buffers(model) == set(STATISTICS), "what is not stored is neither sent nor copied"
 
 
 @pytest.mark.parametrize("prefixes", [("heads.",), ("head.", "feature.")])

@@ -33,7 +33,7 @@ from fedapp.data.datasets import published
 from fedapp.errors import BadRequest, named_values, suggest, suggest_choice
 from fedapp.learning.optimizers import check_optimizer, takes
 from fedapp.method import TrainDefaults
-from fedapp.models import IDENTITY, default_model
+from fedapp.models import IDENTITY, default_model, frozen
 from fedapp.settings import unless_auto
 
 __all__ = [
@@ -279,7 +279,9 @@ def _with_features(config: RunConfig) -> RunConfig:
         new = {}  # what they stand for in most runs
     args = [settings.method_args, *(f"{name}={value}" for name, value in new.items())]
     trains = getattr(found, "base", "") != "none"
-    plain = given and (private or not trains)
+    if (count := getattr(found, "random_features", 0)) and "random-features" not in config.model.model_args:
+        config = config.replaced(model_args=f"random-features={count} {config.model.model_args}".rstrip())
+    plain = given and (private or not trains or frozen.of(config.model.model, config.model).scaled)
     return config.replaced(
         method_args=" ".join(filter(None, args)),
         normalise=unless_auto(config.data.normalise, "none" if plain else "auto"),

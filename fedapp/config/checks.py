@@ -19,7 +19,7 @@ from fedapp.learning import evaluation
 from fedapp.learning.optimizers import parse_schedule, takes
 from fedapp.learning.training import class_numbers, make_optimizer
 from fedapp.method import BaseHParams, Method
-from fedapp.models import IDENTITY, MODEL_NAMES, check_form, is_own, own
+from fedapp.models import IDENTITY, MODEL_NAMES, check_form, frozen, is_own, own
 from fedapp.settings import unless_auto
 from fedapp.settings.evaluation import ALWAYS, CONFUSION, PROTOCOLS, share_of, whole_numbers
 from fedapp.transport.traffic import needed_replies
@@ -89,10 +89,15 @@ def _check_model(config: RunConfig, method: Method, hparams: BaseHParams) -> Non
                 plugins.problems("models", MODEL_NAMES).get(name)
                 or f"unknown model '{name}'{suggest_choice(name, known, OR_OWN)}"
             )
-    builds = any((settings.model_args, settings.head, settings.width, own.side(settings)))
-    if builds and not any(map(is_own, names)):
+    args = settings.model_args and settings.model != IDENTITY
+    if any((args, settings.head, settings.width, own.side(settings))) and not any(map(is_own, names)):
         raise BadRequest(
             "model-args, head, width and input-size are for own models (package.module:function): leave them out"
+        )
+    told = config.privacy.dp != "none" or config.data.normalise not in ("auto", "none")
+    if told and frozen.of(settings.model, settings).scaled:
+        raise BadRequest(
+            "model-args of identity standardise features by sums of all clients: leave out normalise and dp"
         )
     if settings.weights and several:
         raise BadRequest(f"weights are of one architecture, but model = '{settings.model}' names several: give one")

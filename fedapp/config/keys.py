@@ -21,7 +21,9 @@ from fedapp.errors import BadRequest, counted, suggest
 from fedapp.learning import evaluation
 from fedapp.learning.optimizers import round_rates
 from fedapp.method import BaseHParams, Method
+from fedapp.models import frozen
 from fedapp.privacy.clients import noised_client
+from fedapp.reduce.scaling import with_scaling
 from fedapp.settings import (
     DataSettings,
     EvaluationSettings,
@@ -195,6 +197,8 @@ class RunConfig(BaseModel):
         method, hparams = registry.configured(self.federation.method, self.federation.method_args)
         if self.privacy.dp == "example":
             method = dataclasses.replace(method, client=noised_client(method, hparams))
+        if frozen.of(self.model.model, self.model).scaled:
+            method = with_scaling(method, hparams)
         return method, hparams
 
     @property

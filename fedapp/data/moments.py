@@ -16,6 +16,10 @@ ROUGH = 0.05
 """Most that rounding to float32 may add to a feature, in its standard deviations: this is 1/400 of its variance."""
 
 
+GRID = 2.0**-12
+"""Features are rounded to multiples of it before `feature_sums`, which are exact while N M^2 is below 2^29."""
+
+
 class Rows(Protocol):
     """An array of samples, or something that is read piece by piece as one."""
 
@@ -39,6 +43,16 @@ def moments(x: Rows, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]
     x : images uint8 (N, H, W, C), all others float32 (N, C, ...), scale 1; NaN are left out. N >= 1.
     """
     return _image_moments(x, scale) if x.dtype == np.uint8 else _float_moments(x)
+
+
+def feature_sums(x: Rows) -> dict[str, npt.NDArray[np.float64]]:
+    """Return of rows of features (N, F) `count` (1,), `sum` (F,) and `square` (F,); an unknown value counts as 0."""
+    total, square = np.zeros(x.shape[1]), np.zeros(x.shape[1])
+    for start in range(0, x.shape[0], PIECE):
+        part = np.rint(np.nan_to_num(x[start : start + PIECE].astype(np.float64), nan=0.0) / GRID) * GRID
+        total += part.sum(axis=0)
+        square += (part**2).sum(axis=0)
+    return {"count": np.array([float(x.shape[0])]), "sum": total, "square": square}
 
 
 def binary(x: Rows) -> tuple[bool, ...]:

@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fedapp.data.columns import BODY, REPEATED
 from fedapp.data.variations import vary
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, described
 from fedapp.lazy import F, Tensor, torch
 from fedapp.process import hand_over
 
@@ -96,6 +96,19 @@ class InputSpec:
         body = str(d.about.get(BODY, ""))
         known = json.dumps({key: d.about[key] for key in REPEATED if key in d.about}, sort_keys=True) if body else ""
         return cls(d.shape, d.scale, d.mean, d.std, d.kind, (), d.features, columns, body, known)
+
+    def scaled(self, text: str) -> InputSpec:
+        """Return the specification with the mean and standard deviation that a server states, as JSON.
+
+        Raises
+        ------
+        BadRequest : they are not finite numbers for each feature, or a deviation is not above 0.
+        """
+        mean, std = json.loads(text)
+        found = replace(self, mean=tuple(map(float, mean)), std=tuple(map(float, std)))
+        if not len(mean) == len(std) == self.shape[0] or not all(map(math.isfinite, mean + std)) or min(std) <= 0:
+            raise BadRequest(f"the server's scaling is not that of {described(self.shape)}")
+        return found
 
     @property
     def sides(self) -> tuple[int, int]:

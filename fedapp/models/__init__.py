@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fedapp.models.frozen import IDENTITY
 from fedapp.models.own import check_form, is_own
-from fedapp.models.zoo import IDENTITY, MODEL_NAMES, build_model, check_model, default_model, default_small, head_width
+from fedapp.models.zoo import MODEL_NAMES, build_model, check_model, default_model, default_small, head_width
 
 if TYPE_CHECKING:
     from fedapp.models.split import SplitModel

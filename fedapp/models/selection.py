@@ -14,8 +14,9 @@ from fedapp.models import weights
 
 
 def float_buffers(model: nn.Module) -> set[str]:
-    """Return the names of the floating-point buffers, such as BatchNorm's running mean and variance."""
-    return {name for name, b in model.named_buffers() if b.is_floating_point()}
+    """Return the names of the floating-point buffers in the state dict, such as BatchNorm's running mean."""
+    stored = model.state_dict().keys()
+    return {name for name, b in model.named_buffers() if b.is_floating_point() and name in stored}
 
 
 def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "global") -> list[str]:

@@ -30,7 +30,8 @@ resnet18-plain        512    ResNet-18 as torchvision has it (He et al., CVPR 20
 digits-a, -b, -c      64     made for the 8 x 8 digits
 cnn1d                 56     for series (C, T), such as the channels of a sensor: three convolutions over time
 mlp                   64     for table rows (F,), and for all numbers of any other sample
-identity              F      no trunk: the head is on all numbers of a sample, which are features already
+identity              F      no trunk: the head is on all numbers of a sample, which are features already, or on
+                             random features of them (Rahimi and Recht, NeurIPS 2007)
 ====================  =====  ==================================================================================
 
 Parameters without the head (width x classes + classes), as (channels x size):
@@ -87,7 +88,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fedapp.errors import BadRequest, described, suggest_choice
 from fedapp.lazy import nn, torch, torchvision
-from fedapp.models import own, weights
+from fedapp.models import frozen, own, weights
 from fedapp.models.own import PLAIN
 from fedapp.settings import ModelSettings
 
@@ -461,11 +462,8 @@ _ZOO: dict[str, ZooEntry] = {
     "digits-c": ZooEntry(64, _digits_c, 8, 8),
     "cnn1d": ZooEntry(56, _cnn1d, 16, kind="series"),
     "mlp": ZooEntry(64, _mlp, 1, kind="any"),
-    "identity": ZooEntry(0, _identity, 1, relu=False, kind="any"),
+    frozen.IDENTITY: ZooEntry(0, _identity, 1, relu=False, kind="any"),
 }
-IDENTITY = "identity"
-"""The model of data that are features already: `auto` stands for it where `fedapp features` made the data."""
-
 MODEL_NAMES: tuple[str, ...] = tuple(_ZOO)
 """All names that `build_model` knows, in the order of the documentation."""
 
@@ -519,13 +517,15 @@ def head_width(name: str, num_classes: int = 0, shape: Shape = (), settings: Mod
     """Return the number of features that the head of a model takes; models of equal width can share a head.
 
     That of an own model depends on all arguments; it is built once in a process to find out. That of `identity` is the
-    number of features of a sample.
+    number of features of a sample, or of its random features.
 
     Raises
     ------
     BadRequest : the name is unknown.
     """
-    return own.head_of(name, num_classes, shape, settings)[0] if own.is_own(name) else _entry(name).features(shape)
+    if own.is_own(name):
+        return own.head_of(name, num_classes, shape, settings)[0]
+    return frozen.of(name, settings).random_features or _entry(name).features(shape)
 
 
 def check_model(name: str, shape: Shape) -> None:
@@ -563,7 +563,8 @@ def build_model(
     num_classes : outputs of the head, at least 1.
     shape : of one sample: (C, H, W) images, (C, T) series, (F,) table rows.
     seed : of the initial values, 0 to 2**64 - 1.
-    settings : of own models; those of the zoo take stored weights and frozen layers alone.
+    settings : of own models; those of the zoo take stored weights and frozen layers alone, `identity` also its
+        `model-args` (`fedapp.models.frozen`).
     unit : representations of norm 1 (`SplitModel.unit`).
 
     Returns
@@ -583,8 +584,8 @@ def build_model(
 
     entry = _ZOO[name]
     with own.seeded(seed):
-        head = nn.Linear(entry.features(shape), num_classes)
-        features = nn.Sequential(OrderedDict(entry.stages(shape)))
+        head = nn.Linear(head_width(name, num_classes, shape, settings), num_classes)
+        features = nn.Sequential(OrderedDict([*entry.stages(shape), *frozen.stages(name, shape, settings)]))
     activation = nn.ReLU() if entry.relu else nn.Identity()
     model = SplitModel(name=name, features=features, activation=activation, head=head)
     if settings.weights:

@@ -19,7 +19,11 @@ class ModelSettings(Group):
         description="architecture, or several, comma-separated, assigned to the clients in turn; your own: "
         "package.module:function; see fedapp models",
     )
-    model_args: str = Field("", description='further arguments of an own model, "name=value name=value"')
+    model_args: str = Field(
+        "",
+        description='further arguments of an own model, "name=value name=value"; those of identity: standardise=true, '
+        "random-features=2000, gamma=0.3, seed=11",
+    )
     head: str = Field("", description="layer of an own model that is its head; empty = the last Linear that fits")
     width: int = Field(0, ge=0, description="features of a layer added before the head of an own model; 0 = none")
     weights: str = Field("", description="file with weights of the model, .safetensors or .pt; the head is new")

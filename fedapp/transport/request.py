@@ -33,6 +33,7 @@ class RoundRequest:
     received_only : an evaluation scores the received model alone.
     final : this is the last evaluation of the run.   tune : the client fine-tunes in it, if its method does.
     unseen : the client took no part in the training.
+    scaling : mean and standard deviation of the features of all clients, as JSON; empty = features stay as they are.
     """
 
     run: str = ""
@@ -53,6 +54,7 @@ class RoundRequest:
     final: bool = False
     tune: bool = True
     unseen: bool = False
+    scaling: str = ""
 
     def record(self) -> dict[str, Scalar]:
         """Return the values of a message's record; those at their defaults are left out."""
