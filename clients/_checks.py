@@ -108,4 +108,7 @@ def facts_of_the_body(client: Any) -> dict[str, Scalar]:
     args = frozen.of(client.task.model, client.task.settings)
     if args.random_features:
         found["random-features"] = digest(args.matrix(client.task.inputs.shape[0])[0])
-    return found | ({"body": client.task.inputs.body} if client.task.inputs.body else {})
+    # An adapter of its own translates the features of any body, unless the method shares it.
+    shared = (*client.down_names(), *client.up_names())
+    apart = client.task.model == frozen.ADAPTER and not any(name.startswith("features.") for name in shared)
+    return found | ({"body": client.task.inputs.body} if client.task.inputs.body and not apart else {})

@@ -198,7 +198,8 @@ def test_every_method_runs_on_features_or_is_another_or_is_refused(method: str, 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "method", [*(m for m in methods() if m not in REFUSED), *(f"{m}(personal=true)" for m in ("fed3r", "lda", "qda"))]
+    "method",
+    [*methods(registry.discover().keys() - REFUSED.keys()), *(f"{m}(personal=true)" for m in ("fed3r", "lda", "qda"))],
 )
 def test_every_method_takes_features_that_an_exchange_has_standardised(method: str, tmp_path: Path, tiny: Tiny) -> None:
     common: dict[str, Any] = {"dataset": "npz", "clients": 0, "data_dir": str(features(tmp_path / "f.npz"))}
@@ -247,3 +248,24 @@ def test_features_of_two_bodies_are_never_added(tmp_path: Path, monkeypatch: pyt
     h, calibration = np.column_stack([z, np.ones(len(z))]), summary["calibration"]
     wanted = np.linalg.solve(h.T @ h + calibration["lam"] * np.eye(13), h.T @ np.eye(4)[y]).T
     np.testing.assert_allclose(found[W] / calibration["scale"], wanted[:, :-1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "apart"), [("lgfedavg", True), ("fedgh", True), ("fedclassavg", True), ("fedavg", False)]
+)
+def test_clients_of_two_bodies_share_a_head_behind_private_adapters(
+    method: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDAPP_STATE", str(tmp_path / "home"))
+    places = [features(tmp_path / f"{k}.npz", body, client=False, seed=k) for k, body in enumerate("aab")]
+    if apart:  # a body of another width
+        with np.load(places[2]) as arrays:
+            np.savez(
+                places[2], **{**arrays, "x": arrays["x"][:, :7], "about": json.dumps({"body": "b" * 64, "width": 7})}
+            )
+    nodes = {70 + k: {"client-id": k, "data-path": str(place)} for k, place in enumerate(places)}
+    values = {"dataset": "npz", "model": "adapter", "class-names": "0,1,2,3", "num-server-rounds": 1}
+    summary, grid, events = start(tmp_path, nodes, method=method, **values)
+    assert ("train" in grid.told[72]) == apart
+    assert ("the body of client 2" in " ".join(map(str, events))) != apart
+    assert np.isfinite(summary["accuracy"]["received"]["last"])

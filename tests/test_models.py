@@ -24,7 +24,7 @@ BATCH_NORM = ("resnet18", "shufflenetv2", "googlenet", "mobilenetv2")
 RESNETS = ("fedgh-resnet", "fedproto-d", "fedproto-e")
 PLAIN = ("mobilenetv2-plain", "resnet18-plain")
 """As published: no linear layer between the last means and the head."""
-OTHER = ("cnn1d", "mlp", "identity")
+OTHER = ("cnn1d", "mlp", "adapter", "identity")
 """Trunks of data that are no images."""
 IMAGES = tuple(name for name in MODEL_NAMES if name not in OTHER)
 ALL_SIZES = tuple(name for name in IMAGES if name not in DIGITS)
@@ -456,6 +456,7 @@ def test_widths() -> None:
         "resnet18-plain": 512,
         "cnn1d": 56,
         "mlp": 64,
+        "adapter": 128,
         "identity": 1,
     }
     assert head_width("identity", shape=(7,)) == 7

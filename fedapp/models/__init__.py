@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fedapp.models.frozen import IDENTITY
+from fedapp.models.frozen import ADAPTER, IDENTITY
 from fedapp.models.own import check_form, is_own
 from fedapp.models.zoo import MODEL_NAMES, build_model, check_model, default_model, default_small, head_width
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fedapp.models.split import SplitModel
 
 __all__ = [
-    "IDENTITY", "MODEL_NAMES", "SplitModel", "build_model", "check_form", "check_model", "default_model",
+    "ADAPTER", "IDENTITY", "MODEL_NAMES", "SplitModel", "build_model", "check_form", "check_model", "default_model",
     "default_small", "head_width", "is_own",
 ]  # fmt: skip
 

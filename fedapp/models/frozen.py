@@ -19,6 +19,8 @@ from fedapp.settings import ModelSettings
 
 IDENTITY = "identity"
 """The model of data that are features already: `auto` stands for it where `fedapp features` made the data."""
+ADAPTER = "adapter"
+"""The model of such data with a private layer before the head: clients may then have different bodies."""
 MOST = 2500
 """Random features above which a client's second moments are larger than 25 MB."""
 

@@ -30,6 +30,8 @@ resnet18-plain        512    ResNet-18 as torchvision has it (He et al., CVPR 20
 digits-a, -b, -c      64     made for the 8 x 8 digits
 cnn1d                 56     for series (C, T), such as the channels of a sensor: three convolutions over time
 mlp                   64     for table rows (F,), and for all numbers of any other sample
+adapter               128    for features of several pretrained bodies: one linear layer, private to each client, so
+                             that all share a head
 identity              F      no trunk: the head is on all numbers of a sample, which are features already, or on
                              random features of them (Rahimi and Recht, NeurIPS 2007)
 ====================  =====  ==================================================================================
@@ -248,6 +250,11 @@ def _mlp(numbers: int, _: int) -> Stages:
     return _named(nn.Flatten(), _fc(numbers, 128), nn.ReLU(), _fc(128, 64))
 
 
+def _adapter(numbers: int, _: int) -> Stages:
+    """One linear layer on given features, so that clients with other pretrained bodies share a head: fc 128."""
+    return _named(nn.Flatten(), _fc(numbers, 128))
+
+
 def _identity(numbers: int, _: int) -> Stages:
     """No trunk: the head is on all numbers of a sample, which are features already."""
     return [("flatten", nn.Flatten())]
@@ -462,6 +469,7 @@ _ZOO: dict[str, ZooEntry] = {
     "digits-c": ZooEntry(64, _digits_c, 8, 8),
     "cnn1d": ZooEntry(56, _cnn1d, 16, kind="series"),
     "mlp": ZooEntry(64, _mlp, 1, kind="any"),
+    frozen.ADAPTER: ZooEntry(128, _adapter, 1, kind="any"),
     frozen.IDENTITY: ZooEntry(0, _identity, 1, relu=False, kind="any"),
 }
 MODEL_NAMES: tuple[str, ...] = tuple(_ZOO)

@@ -38,7 +38,7 @@ from fedapp.errors import BadRequest, counted, listed, plain, suggest, suggest_c
 from fedapp.files import check_folder, explained
 from fedapp.lazy import torch
 from fedapp.learning.task import Task
-from fedapp.models import IDENTITY, MODEL_NAMES, check_form, check_model, is_own, own
+from fedapp.models import ADAPTER, IDENTITY, MODEL_NAMES, check_form, check_model, is_own, own
 from fedapp.settings import DataSettings
 from fedapp.tasks import simulated
 from fedapp.tasks.public import node_images
@@ -454,7 +454,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
     BadRequest : the data or the architecture do not fit.
     """
     model = node.model or config.model.name_of(node.client)
-    if node.features_with and model != IDENTITY:
+    if node.features_with and model not in (IDENTITY, ADAPTER):
         raise _other_model(model)
     if node.model:
         config = config.replaced(weights="", freeze="")  # those of the run are for its own model
@@ -477,7 +477,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
         task = simulated.simulated_task(config, node.client, total, device, images)
         classes = simulated.federated(config, total).dataset.classes
     task = replace(task, model=node.model or task.model, extras={**task.extras, "classes": classes})
-    if task.inputs.body and task.model != IDENTITY:
+    if task.inputs.body and task.model not in (IDENTITY, ADAPTER):
         raise _other_model(task.model)
     if node.own or node.model:
         check_model(task.model, task.inputs.shape)
