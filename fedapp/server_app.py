@@ -375,7 +375,7 @@ class Run(Setup):
         if not frozen.of(self.config.model.model, self.config.model).scaled:
             return
         path = self.out / "scaling.json"
-        if not path.is_file():  # a resumed run goes on with the same
+        if not (self.config.storage.resume and path.is_file()):
             found = self.cohort.query(Progress(0, {}))(KIND, Payload()).totals("moments")
             write_json(path, moments_from(found.sums))
         text = path.read_text(encoding="utf-8")

@@ -13,6 +13,7 @@
 | `unseen.csv`        | clients that took no part (`unseen`), scored once after the last round                  |
 | `partition.npz`, `data_card.json`, `data_card.txt` | how the data are divided                                  |
 | `inputs.json`       | shape, kind and normalisation of the data, names of classes and clients                |
+| `scaling.json`      | with `model-args` of `identity`: mean and deviation of the features of all clients      |
 | `models/`           | the server's arrays; `clients/<id>/` the clients' final models (`keep-models`)          |
 | `dropped.csv`       | replies that did not count, with reasons                                                |
 | `blocked.csv`       | clients that got no more messages, and the reply that led to it; only if there are any  |
