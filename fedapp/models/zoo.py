@@ -30,10 +30,8 @@ resnet18-plain        512    ResNet-18 as torchvision has it (He et al., CVPR 20
 digits-a, -b, -c      64     made for the 8 x 8 digits
 cnn1d                 56     for series (C, T), such as the channels of a sensor: three convolutions over time
 mlp                   64     for table rows (F,), and for all numbers of any other sample
-adapter               128    for features of several pretrained bodies: one linear layer, private to each client, so
-                             that all share a head
-identity              F      no trunk: the head is on all numbers of a sample, which are features already, or on
-                             random features of them (Rahimi and Recht, NeurIPS 2007)
+adapter               128    one linear layer on features, so that clients with other bodies share a head
+identity              F      no trunk: the head is on all numbers of a sample, which are features already
 ====================  =====  ==================================================================================
 
 Parameters without the head (width x classes + classes), as (channels x size):
@@ -531,9 +529,8 @@ def head_width(name: str, num_classes: int = 0, shape: Shape = (), settings: Mod
     ------
     BadRequest : the name is unknown.
     """
-    if own.is_own(name):
-        return own.head_of(name, num_classes, shape, settings)[0]
-    return frozen.of(name, settings).random_features or _entry(name).features(shape)
+    own_width = own.head_of(name, num_classes, shape, settings)[0] if own.is_own(name) else 0
+    return own_width or frozen.of(name, settings).random_features or _entry(name).features(shape)
 
 
 def check_model(name: str, shape: Shape) -> None:
@@ -571,8 +568,7 @@ def build_model(
     num_classes : outputs of the head, at least 1.
     shape : of one sample: (C, H, W) images, (C, T) series, (F,) table rows.
     seed : of the initial values, 0 to 2**64 - 1.
-    settings : of own models; those of the zoo take stored weights and frozen layers alone, `identity` also its
-        `model-args` (`fedapp.models.frozen`).
+    settings : of own models; those of the zoo take stored weights and frozen layers, `identity` also `model-args`.
     unit : representations of norm 1 (`SplitModel.unit`).
 
     Returns
