@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     import torchvision
     from PIL import Image
     from scipy import stats
-    from scipy.linalg import blas
+    from scipy.linalg import blas, lapack
     from torch import Tensor, nn
     from torch.nn import functional as F
 
-__all__ = ["F", "Image", "Tensor", "blas", "datasets", "nn", "pd", "stats", "torch", "torchvision"]
+__all__ = ["F", "Image", "Tensor", "blas", "datasets", "lapack", "nn", "pd", "stats", "torch", "torchvision"]
 
 NAMES = {
     "torch": ("torch", ""),
@@ -37,6 +37,7 @@ NAMES = {
     "nn": ("torch", "nn"),
     "F": ("torch.nn", "functional"),
     "blas": ("scipy.linalg", "blas"),
+    "lapack": ("scipy.linalg", "lapack"),
     "stats": ("scipy.stats", ""),
     "pd": ("pandas", ""),
     "Image": ("PIL.Image", ""),

@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 
 from fedapp.core import gaussian, masks, sums
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
 from fedapp.results.runs import RunResult
+from fedapp.transport.local_grid import FIRST_NODE
+from fedapp.transport.records import ARRAYS
+from tests.liars import change_arrays, federate
 
 Tiny = Callable[..., RunResult]
 CLASSES, WIDTH, ROWS = 5, 9, 400
@@ -79,27 +83,52 @@ def test_sums_have_the_bits_of_whole_numbers(kind: str, clients: int) -> None:
         assert np.array_equal(sums.second_moments(opened["a"], WIDTH), a) and np.array_equal(opened["b"], b)
 
 
-def test_two_forged_answers_among_100_are_found() -> None:
-    """One whose scatter within classes has an eigenvalue of -1e-6 max|A|, and one whose last column lacks a row."""
-    z, y = rows_of("plain", 4000)
-    answers = []
-    for rows in np.array_split(np.arange(4000), 100):
-        own = sums.FeatureSums(CLASSES, WIDTH, bits=18)
-        own.update(torch.from_numpy(z[rows]), torch.from_numpy(y[rows]))
-        answers.append(own.arrays())
-    a = sums.second_moments(answers[30]["a"], WIDTH)
-    values, vectors = np.linalg.eigh(sums.scatter_within(a, answers[30]["b"]))
-    a[:-1, :-1] -= (values[0] + 1e-6 * np.abs(a).max()) * np.outer(vectors[:, 0], vectors[:, 0])
-    answers[30]["a"] = gaussian.pack(a)
-    a = sums.second_moments(answers[60]["a"], WIDTH)
-    a[-1, :-1] -= z[2400]
-    a[:-1, -1] -= z[2400]
-    answers[60]["a"] = gaussian.pack(a)
-    found = {k: p for k, x in enumerate(answers) if (p := sums.problem_of(x, CLASSES, WIDTH, True))}
-    assert found == {
+def with_a_negative_eigenvalue(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return A with a scatter within classes whose least eigenvalue is -1e-6 max|A|."""
+    values, vectors = np.linalg.eigh(sums.scatter_within(a, b))
+    forged = a.copy()
+    forged[:-1, :-1] -= (values[0] + 1e-6 * np.abs(a).max()) * np.outer(vectors[:, 0], vectors[:, 0])
+    return forged
+
+
+def without_a_row(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return A whose last column lacks the mean of a class."""
+    forged, c = a.copy(), np.flatnonzero(b[:, -1])[0]
+    forged[-1, :-1] -= b[c, :-1] / b[c, -1]
+    forged[:-1, -1] = forged[-1, :-1]
+    return forged
+
+
+def test_two_forged_answers_among_100_are_refused_by_name(tmp_path: Path) -> None:
+    forgers = {30: with_a_negative_eigenvalue, 60: without_a_row}
+
+    def lie(kind: str, reply: Message) -> Message:
+        if kind != "query.sums":
+            return reply
+        arrays = {n: array.numpy() for n, array in reply.content[ARRAYS].items()}
+        a = sums.second_moments(arrays["sums/a"], WIDTH)
+        forge = forgers[reply.metadata.src_node_id - FIRST_NODE]
+        forged = gaussian.pack(forge(a, arrays["sums/b"]))
+        return change_arrays(reply, lambda name, array: forged if name == "sums/a" else array)
+
+    place = written(tmp_path / "f.npz", "plain", 100)
+    given = {"dataset": "npz", "clients": 100, "data_dir": str(place), "method": "fed3r", "min_samples": 1}
+    run = federate(tmp_path / "run", forgers, lie, **given, min_replies=0.9)
+    assert dict(zip(run.dropped["client"], run.dropped["reason"])) == {
         30: "no features have these second moments",
         60: "the last column of 'a' is not the sum of the rows of 'b'",
     }
+    assert run.summary["calibration"]["clients"] == 98
+
+
+def test_second_moments_whose_pivot_is_no_number_are_refused() -> None:
+    large = 1.7e308
+    a, b = np.zeros((5, 5)), np.zeros((CLASSES, 5))
+    a[:4, :4] = [[0, -1e300, 1e300, -large], [0, large, -large, -1e300], [0, 0, large, 0], [0, 0, 0, large]]
+    a[4, 4] = b[0, 4] = 5  # five rows of one class, whose sum is 0
+    with np.errstate(over="ignore"):
+        found = sums.problem_of({"a": gaussian.pack(a), "b": b}, CLASSES, 4, True)
+    assert found == "no features have these second moments"
 
 
 def test_a_solution_does_not_depend_on_the_number_of_threads() -> None:

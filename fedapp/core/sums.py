@@ -27,10 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.core import masks
-from fedapp.core.gaussian import pack, unpack
 from fedapp.core.robust import believed
 from fedapp.errors import Impossible
-from fedapp.lazy import blas, torch
+from fedapp.lazy import blas, lapack, torch
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -114,12 +113,17 @@ class FeatureSums:
     def arrays(self) -> dict[str, Array]:
         """Return a client's sums: ``b`` (C, d + 1); if wanted ``a``, the upper triangle, and ``energy`` (1,)."""
         energy = {} if self.energy is None else {"energy": self.energy}
-        return {"b": self.b, **energy} if self._a is None else {"a": pack(self._a), "b": self.b, **energy}
+        if self._a is None:
+            return {"b": self.b, **energy}
+        packed, _ = lapack.dtrttp(self._a.T, uplo="L")  # columns of a lower triangle are rows of the upper one
+        return {"a": packed, "b": self.b, **energy}
 
 
 def second_moments(packed: Array, width: int) -> Float64:
     """Return A (d + 1, d + 1), exactly symmetric, from its packed upper triangle; ``width`` is d."""
-    a: Float64 = unpack(packed, width + 1)
+    lower = np.tril(lapack.dtpttr(width + 1, packed, uplo="L")[0])
+    a: Float64 = lower + lower.T
+    np.fill_diagonal(a, lower.diagonal())
     return a
 
 
@@ -171,16 +175,18 @@ def problem_of(
     least = ((sums[counts > 0] ** 2).sum(axis=1) / counts[counts > 0]).sum() / width
     if energy and arrays["energy"][0] < least * (1 - TOLERANCE):
         return f"'energy' is {arrays['energy'][0]:g}, less than features with these sums have ({least:g})"
-    return _problem_of_squares(second_moments(arrays["a"], width), b, lost) if squares else None
+    return _problem_of_squares(arrays["a"], b, lost) if squares else None
 
 
-def _problem_of_squares(a: Float64, b: Float64, lost: float) -> str | None:
-    """Say why second moments do not belong to the sums over classes, or return None."""
-    if (np.diag(a) < 0).any():
+def _problem_of_squares(packed: Float64, b: Float64, lost: float) -> str | None:
+    """Say why packed second moments do not belong to the sums over classes, or return None."""
+    # All that follows works in place on the lower triangle.
+    a, _ = lapack.dtpttr(b.shape[1], packed, uplo="L")
+    if (a.diagonal() < 0).any():
         return Impossible("'a' has a negative diagonal")
     if a[-1, -1] != b[:, -1].sum():
         return Impossible(f"'a' counts {a[-1, -1]:g} samples and 'b' {b[:, -1].sum():g}")
-    slack = TOLERANCE * max(float(a.max()), -float(a.min()), 1.0)
+    slack = TOLERANCE * max(float(packed.max()), -float(packed.min()), 1.0)
     # The scatter subtracts S S^T / n of each class, which a rounded S moves by its mean times as much, twice.
     means = np.abs(b[:, :-1]) / np.maximum(b[:, -1:], 1)
     slack += lost * (len(a) + len(b)) * (1 + 2 * float(means.max()))
@@ -188,12 +194,14 @@ def _problem_of_squares(a: Float64, b: Float64, lost: float) -> str | None:
         return "the last column of 'a' is not the sum of the rows of 'b'"
     # Features of which this is the scatter within classes exist if, and only if, it has no negative eigenvalue.
     seen = b[:, -1] > 0
-    within = np.asfortranarray(a[:-1, :-1].T)
     if seen.any():
-        within = blas.dsyrk(-1.0, (b[seen, :-1] / np.sqrt(b[seen, -1:])).T, beta=1.0, c=within, overwrite_c=1)
-    np.fill_diagonal(within, np.diag(within) + slack)
-    # Only its upper triangle is valid, which is the lower one of the transposed matrix.
-    return None if _cholesky(within.T) is not None else "no features have these second moments"
+        a = blas.dsyrk(-1.0, (b[seen] / np.sqrt(b[seen, -1:])).T, beta=1.0, c=a, lower=1, overwrite_c=1)
+    np.fill_diagonal(a, a.diagonal() + slack)
+    a[-1] = np.eye(1, len(a), len(a) - 1)  # the scatter has no row of the constant
+    root, negative = lapack.dpotrf(a, lower=1, clean=0, overwrite_a=1)
+    # With sums near the largest float64 a pivot may be NaN, which LAPACK takes for positive.
+    valid = negative == 0 and np.isfinite(root.diagonal()).all()
+    return None if valid else "no features have these second moments"
 
 
 def scatter_within(a: Float64, b: Float64) -> Float64:
@@ -211,11 +219,6 @@ def _product(rows: Float64) -> Float64:
     return full
 
 
-def _cholesky(matrix: Float64) -> torch.Tensor | None:
-    root, info = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
-    return None if int(info) else root
-
-
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Let PyTorch work on one thread, as the last bits of its solutions depend on their number."""
@@ -231,7 +234,8 @@ def _solve(matrix: Float64, rows: Float64) -> Float64:
     """Return X (C, d) with ``matrix x_c = rows_c``, for a matrix that is positive definite but for rounding."""
     right = torch.from_numpy(np.ascontiguousarray(rows.T))
     with _one_thread():
-        if (root := _cholesky(matrix)) is not None:
+        root, negative = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
+        if not int(negative):
             return np.ascontiguousarray(torch.cholesky_solve(right, root).numpy().T)
     values, vectors = torch.linalg.eigh(torch.from_numpy(matrix))
     values = values.clamp_min(float(values.max()) * 1e-12)

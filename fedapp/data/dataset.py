@@ -177,6 +177,10 @@ class Dataset:
                 raise BadRequest(f"{self.name}: samples of several sizes do not fit into one array: take one client's")
             return found[0][0].take(found[0][1])
         from_test = rows >= self.num_train
+        if not from_test.any():
+            return self.x_train[rows], self.pool_labels[rows]
+        if from_test.all():
+            return self.x_test[rows - self.num_train], self.pool_labels[rows]
         x = np.empty((len(rows), *self.x_train.shape[1:]), self.x_train.dtype)
         x[~from_test] = self.x_train[rows[~from_test]]
         x[from_test] = self.x_test[rows[from_test] - self.num_train]

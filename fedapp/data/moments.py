@@ -57,15 +57,17 @@ def feature_sums(x: Rows) -> dict[str, npt.NDArray[np.float64]]:
 
 def binary(x: Rows) -> tuple[bool, ...]:
     """Return for each feature of a table (N, F) whether it has at most two values besides NaN."""
-    pieces = range(0, x.shape[0], PIECE)
-    low, high = np.full(x.shape[1], np.inf), np.full(x.shape[1], -np.inf)
-    for start in pieces:
-        part = x[start : start + PIECE]
-        low, high = np.fmin(low, np.fmin.reduce(part)), np.fmax(high, np.fmax.reduce(part))
-    two = np.ones(x.shape[1], bool)
-    for start in pieces:
-        part = x[start : start + PIECE]
-        two &= ((part == low) | (part == high) | np.isnan(part)).all(0)
+    pieces, two = range(0, x.shape[0], PIECE), np.ones(x.shape[1], bool)
+    for some in (pieces[:1], pieces):  # most features have a third value in the first piece
+        if not (columns := np.flatnonzero(two)).size:
+            break
+        low, high = np.full(len(columns), np.inf), np.full(len(columns), -np.inf)
+        for start in some:
+            part = x[start : start + PIECE][:, columns]
+            low, high = np.fmin(low, np.fmin.reduce(part)), np.fmax(high, np.fmax.reduce(part))
+        for start in some:
+            part = x[start : start + PIECE][:, columns]
+            two[columns] &= ((part == low) | (part == high) | np.isnan(part)).all(0)
     return tuple(map(bool, two))
 
 

@@ -145,8 +145,10 @@ def channels_first(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _moments(spec: InputSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and reciprocal standard deviation float32, (1, C, 1, ...) as samples have axes."""
+def _moments(spec: InputSpec, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Mean and reciprocal standard deviation float32, (1, C, 1, ...) as samples have axes; None if all are 0 and 1."""
+    if set(spec.mean) == {0.0} and set(spec.std) == {1.0}:
+        return None
     with torch.inference_mode(False):
         size = (1, -1, *(1 for _ in spec.shape[1:]))
         mean, std = (torch.tensor(v, dtype=torch.float64).view(size) for v in (spec.mean, spec.std))
@@ -166,7 +168,9 @@ def normalise(x: Tensor, spec: InputSpec) -> Tensor:
     """
     if x.dtype == torch.uint8:
         return _standardise(x.permute(0, 2, 3, 1).contiguous().to(torch.float32), spec, spec.scale)
-    mean, factor = _moments(spec, x.device)
+    if (found := _moments(spec, x.device)) is None:
+        return x.nan_to_num(nan=0.0)
+    mean, factor = found
     return ((x - mean) * factor).nan_to_num_(nan=0.0)
 
 
