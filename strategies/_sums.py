@@ -46,6 +46,8 @@ from strategies._shares import WithShares
 W, B = "head.weight", "head.bias"
 FEWEST_STEPS = 16
 """Steps 2^-k of the largest feature, below which features are not rounded."""
+ROUGH = 1e-3
+"""Rounding of features, as a multiple of their root mean square, from which on a run warns of it."""
 Solution: TypeAlias = tuple[ServerState, list[Reply], Array, dict[str, Any]]
 """The repair, the replies to the query of statistics, class counts (C,), and the summary's entries."""
 
@@ -123,8 +125,11 @@ class HeadFromSums(ClosedForm):
 
     def solve_for(self, w: Arrays, query: Query, names: Mapping[str, str]) -> Solution:
         """Make one head, see `solve`; `names` are those of the queries where they are for other rows."""
-        reduced = query(names.get("sums", "sums"), Payload(common=w, scalars=self.sum_bits()))
+        scalars = self.sum_bits()
+        reduced = query(names.get("sums", "sums"), Payload(common=w, scalars=scalars))
         found = reduced.totals("sums")
+        if scalars and not names:
+            self.warn_of_rounding(found.sums, int(scalars[SUM_BITS]) // 2)
         counts = found.sums["b"][:, -1]
         if not counts.any():  # no class has `min_count` samples anywhere: the model stays as trained
             return {"head": {n: w[n] for n in (W, B)}}, reduced.clients, counts, {}
@@ -153,6 +158,21 @@ class HeadFromSums(ClosedForm):
                 f"fewer than {sums.LEAST_BITS} bits behind the point of features in exact sums: scale the features down"
             )
         return {SUM_BITS: 2 * bits} if max(largest) * 2.0**bits >= FEWEST_STEPS else {}
+
+    def warn_of_rounding(self, found: Arrays, bits: int) -> None:
+        """Warn where the rounding of features to multiples of 2^-k is large, and name the client that causes it.
+
+        A deviation of 2^-k / sqrt(12) is compared with the features' root mean square; without second moments with
+        that of the class means.
+        """
+        b, own = found["b"], found["b"][:, -1] > 0
+        square = np.trace(found["a"][:-1, :-1]) if "a" in found else (b[own, :-1] ** 2 / b[own, -1:]).sum()
+        if b[own, -1].sum() * (b.shape[1] - 1) * 4.0**-bits / 12 > ROUGH**2 * square:
+            most = max(self.context.clients, key=lambda c: c.largest or 0.0)
+            self.context.warn(
+                f"{self.method.id}: exact sums round features to multiples of {2.0**-bits:g}, which is more than "
+                f"{ROUGH:g} of their root mean square, since client {most.client} states a feature of {most.largest:g}"
+            )
 
     def scale(
         self, w: Arrays, rows: Float64, seen: npt.NDArray[np.bool_], query: Query, losses: str = "losses"

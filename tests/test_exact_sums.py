@@ -18,7 +18,7 @@ from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
 from fedapp.results.runs import RunResult
 from fedapp.transport.local_grid import FIRST_NODE
-from fedapp.transport.records import ARRAYS
+from fedapp.transport.records import ARRAYS, INFO
 from tests.liars import change_arrays, federate
 
 Tiny = Callable[..., RunResult]
@@ -223,6 +223,27 @@ def test_features_that_rounding_would_take_away_are_not_rounded(tmp_path: Path, 
         run = tiny(dataset="npz", clients=0, data_dir=str(place), method="lda", method_args="scale=none")
         found.append(unit * head(run)[1]["head.weight"][[0, 1, 2, 4]])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["fed3r", "fedncm"])
+@pytest.mark.parametrize(("largest", "warned"), [(1e5, True), (1e3, False), (4e6, None)])
+def test_a_false_largest_feature_is_named(
+    method: str, largest: float, warned: bool | None, tmp_path: Path, no_page: list[Path]
+) -> None:
+    def lie(kind: str, reply: Message) -> Message:
+        if kind == "query.register":
+            reply.content[INFO]["largest-feature"] = largest
+        return reply
+
+    place = written(tmp_path / "f.npz", "plain", 6)
+    given = {"dataset": "npz", "data_dir": str(place), "method": method, "min_samples": 1, "max_abs": 1e7}
+    if warned is None:
+        with pytest.raises(BadRequest, match="client 4 has a feature of 4e"):
+            federate(tmp_path / "run", [4], lie, 6, **given)
+        return
+    run = federate(tmp_path / "run", [4], lie, 6, **given)
+    told = [w for w in run.summary["warnings"] if "round features" in w]
+    assert len(told) == warned and all("client 4 states a feature of 100000" in w for w in told)
 
 
 @pytest.fixture
