@@ -36,7 +36,7 @@ from clients._initial import initial_model
 from clients.posthoc import PostHocClient, PostHocHParams
 from clients.shares import Float64, SharesClient, shares
 from fedapp.core import sums
-from fedapp.core.sums import FeatureSums
+from fedapp.core.sums import FeatureSums, Real
 from fedapp.lazy import torch
 from fedapp.method import SUM_BITS, Arrays, Payload, Scalar
 from fedapp.models import frozen
@@ -94,6 +94,10 @@ class SumsHParams(HeadHParams):
         """Return whether the head needs the features' mean square; each client then sends `sum |z|^2 / d`."""
         return False
 
+    def precision(self) -> Real:
+        """Return the type of the numbers in A_k."""
+        return np.float64
+
     def solved(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
         """Return the head as rows (C, d + 1), weights and bias, and the summary's entries about it.
 
@@ -111,6 +115,18 @@ class SumsHParams(HeadHParams):
     def alone(self) -> Self:
         """Return the hyperparameters of a head from the rows of one client."""
         return self
+
+
+class SquaresHParams(SumsHParams):
+    """The same for heads that need A_k."""
+
+    wire: Literal["f64", "f32"] = Field(
+        "f64", description="f32 = sums of products travel in half the bytes, rounded; the head differs by about 1e-4"
+    )
+
+    def precision(self) -> Real:
+        """Return the type that `wire` names."""
+        return np.float32 if self.wire == "f32" else np.float64
 
 
 class LossesClient(PostHocClient):
@@ -154,7 +170,10 @@ class SumsClient(LossesClient):
             found = FeatureSums(self.task.num_classes, self.model.width, self.squares, self.settings.energy(), bits)
             for z, label in self.described(kind):
                 found.update(z, label)
-            return {SUMS + name: array for name, array in found.arrays().items()}, self.measure("received")
+            arrays = found.arrays()
+            if self.squares:
+                arrays["a"] = arrays["a"].astype(self.settings.precision(), copy=False)
+            return {SUMS + name: array for name, array in arrays.items()}, self.measure("received")
         return super().answer(kind, payload)
 
 

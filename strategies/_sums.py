@@ -23,7 +23,7 @@ from clients.choice import CHOSEN, FIRST, FIRST_STRENGTH, KEPT, OWN_DEFAULT, Cho
 from clients.shares import NUMBERS, PRIOR
 from clients.sums import STRENGTH, SUMS, OwnShares, SumsClient, SumsHParams, shares_of
 from fedapp.core import sums
-from fedapp.core.sums import Float64
+from fedapp.core.sums import Float64, Real
 from fedapp.errors import BadRequest, Impossible
 from fedapp.method import (
     SUM_BITS,
@@ -130,6 +130,8 @@ class HeadFromSums(ClosedForm):
         found = reduced.totals("sums")
         if scalars and not names:
             self.warn_of_rounding(found.sums, int(scalars[SUM_BITS]) // 2)
+        if self.settings.precision() is np.float32:
+            sums.check_offset(found.sums["a"])
         counts = found.sums["b"][:, -1]
         if not counts.any():  # no class has `min_count` samples anywhere: the model stays as trained
             return {"head": {n: w[n] for n in (W, B)}}, reduced.clients, counts, {}
@@ -204,12 +206,12 @@ def _first(entry: ServerState) -> Payload:
     return Payload(common=common, scalars={FIRST_STRENGTH: entry["strength"]})
 
 
-def class_sums(squares: bool, apart: bool, energy: bool) -> Total:
-    """Return the sum of b_k and, with `squares`, of A_k; with `energy` of sum |z|^2 / d."""
+def class_sums(squares: Real | None, apart: bool, energy: bool) -> Total:
+    """Return the sum of b_k, of A_k in numbers of the type `squares` unless it is None, with `energy` of |z|^2 / d."""
 
     def arrays(context: ServerContext) -> Arrays:
         d = context.width + 1
-        packed = {"a": np.zeros(d * (d + 1) // 2)} if squares else {}
+        packed: Arrays = {"a": np.zeros(d * (d + 1) // 2, squares)} if squares else {}
         packed |= {"energy": np.zeros(1)} if energy else {}
         return {"b": np.zeros((context.num_classes, d)), **packed}
 
@@ -279,7 +281,8 @@ def head_method(
         )
 
     def reduces(hparams: SumsHParams) -> Reductions:
-        of_features = class_sums(client.squares, strategy.apart, hparams.energy())
+        squares = hparams.precision() if client.squares else None
+        of_features = class_sums(squares, strategy.apart, hparams.energy())
         found = {"sums": {"sums": of_features}, "losses": {"losses": LOSSES}}
         if hparams.choose:
             found |= {again: found[kind] for again, kind in KEPT.items()} | {"choice": {"choice": CHOICE}}

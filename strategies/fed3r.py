@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from clients.sums import SumsClient, SumsHParams
+from clients.sums import SquaresHParams, SumsClient
 from fedapp.core import sums
 from fedapp.core.sums import Float64
 from fedapp.reduce.spec import Totals
@@ -35,7 +35,7 @@ FLOOR = 1e-6
 """Smallest norm that a class is divided by (released code)."""
 
 
-class Fed3RHParams(SumsHParams):
+class Fed3RHParams(SquaresHParams):
     """Hyperparameters of Fed3R; those of the base method are given as `base.NAME=value`."""
 
     lam: Annotated[float, Field(gt=0)] | Literal["auto", "gcv"] = Field(

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from clients.sums import SumsClient, SumsHParams
+from clients.sums import SquaresHParams, SumsClient
 from fedapp.core import sums
 from fedapp.core.sums import Float64
 from fedapp.reduce.spec import Totals
@@ -31,7 +31,7 @@ ALONE = 0.3
 """g of a head from the rows of one client."""
 
 
-class LDAHParams(SumsHParams):
+class LDAHParams(SquaresHParams):
     """Hyperparameters of LDA; those of the base method are given as `base.NAME=value`."""
 
     shrink: float = Field(

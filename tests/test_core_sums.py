@@ -187,7 +187,7 @@ def broken(change: Callable[[dict[str, np.ndarray], np.ndarray], Any]) -> str | 
     change(arrays, a)
     if "a" in arrays and arrays["a"].shape == (6,):
         arrays["a"] = gaussian.pack(a)
-    return sums.problem_of(arrays, 3, 2, True)
+    return sums.problem_of(arrays, 3, 2, np.float64)
 
 
 def put(name: str, place: Any, value: float) -> Callable[[dict[str, np.ndarray], np.ndarray], None]:
@@ -230,9 +230,9 @@ def test_the_refusal_leaves_room_for_rounding() -> None:
         z = z.astype(np.float32).astype(np.float64)
         assert sums.problem_of(summed(z, rng.integers(0, 3, 50)), 3, 13, True) is None
         one = summed(z[:1], np.array([1]))
-        assert sums.problem_of(one, 3, 13, True) is None
+        assert sums.problem_of(one, 3, 13, np.float64) is None
     nothing = sums.FeatureSums(3, 2).arrays()
-    assert sums.problem_of(nothing, 3, 2, True) is None
+    assert sums.problem_of(nothing, 3, 2, np.float64) is None
 
 
 @pytest.mark.parametrize(

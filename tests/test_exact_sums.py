@@ -75,7 +75,7 @@ def test_sums_have_the_bits_of_whole_numbers(kind: str, clients: int) -> None:
                 part = rows[start : start + block]
                 own.update(torch.from_numpy(z[part]), torch.from_numpy(y[part]))
             parts.append(own.arrays())
-            assert sums.problem_of(parts[-1], CLASSES, WIDTH, True) is None
+            assert sums.problem_of(parts[-1], CLASSES, WIDTH, np.float64) is None
         assert np.array_equal(sums.second_moments(np.sum([p["a"] for p in parts], axis=0), WIDTH), a)
         assert np.array_equal(np.sum([p["b"] for p in parts], axis=0), b)
         words = np.sum([masks.encode(p, clients, 2 * bits) for p in parts], axis=0, dtype=np.uint64)
@@ -127,7 +127,7 @@ def test_second_moments_whose_pivot_is_no_number_are_refused() -> None:
     a[:4, :4] = [[0, -1e300, 1e300, -large], [0, large, -large, -1e300], [0, 0, large, 0], [0, 0, 0, large]]
     a[4, 4] = b[0, 4] = 5  # five rows of one class, whose sum is 0
     with np.errstate(over="ignore"):
-        found = sums.problem_of({"a": gaussian.pack(a), "b": b}, CLASSES, 4, True)
+        found = sums.problem_of({"a": gaussian.pack(a), "b": b}, CLASSES, 4, np.float64)
     assert found == "no features have these second moments"
 
 
@@ -244,6 +244,53 @@ def test_a_false_largest_feature_is_named(
     run = federate(tmp_path / "run", [4], lie, 6, **given)
     told = [w for w in run.summary["warnings"] if "round features" in w]
     assert len(told) == warned and all("client 4 states a feature of 100000" in w for w in told)
+
+
+@pytest.mark.parametrize("method", ["fed3r", "lda"])
+def test_second_moments_in_single_precision(method: str, tmp_path: Path, tiny: Tiny) -> None:
+    """Clients of 4 rows have singular second moments, which rounding makes indefinite."""
+    place = written(tmp_path / "f.npz", "plain", 100)
+    given = {"dataset": "npz", "clients": 0, "data_dir": str(place), "method": method, "min_samples": 1}
+    exact, rounded = tiny(**given), tiny(**given, method_args="wire=f32")
+    assert rounded.summary["calibration"]["clients"] == 100
+    size = (WIDTH + 1) * (WIDTH + 2) // 2
+    sent = [run.summary["bytes_up_query.sums"] for run in (exact, rounded)]
+    assert sent[0] - sent[1] == 4 * size
+    for name, array in head(exact)[1].items():
+        np.testing.assert_allclose(head(rounded)[1][name], array, atol=1e-4 * np.abs(array).max())
+    assert head(exact)[0] != head(rounded)[0]
+
+
+@pytest.mark.parametrize("rows", [3, 30, 400])
+def test_honest_second_moments_in_single_precision_pass(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    for width in (9, 200):
+        own = sums.FeatureSums(CLASSES, width)
+        z = rng.normal(size=(rows, width)) + rng.normal(size=width) * 3
+        own.update(torch.from_numpy(z), torch.from_numpy(rng.integers(0, CLASSES, rows)))
+        arrays = own.arrays()
+        arrays["a"] = arrays["a"].astype(np.float32)
+        assert sums.problem_of(arrays, CLASSES, width, np.float32) is None
+        a = sums.second_moments(arrays["a"], width)
+        a[:-1, :-1] -= 1e-3 * np.abs(a).max() * np.eye(width)
+        arrays["a"] = gaussian.pack(a).astype(np.float32)
+        if rows < width:
+            assert sums.problem_of(arrays, CLASSES, width, np.float32) == "no features have these second moments"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"secure_sum": True}, "plain", "leave secure-sum out"), ({"dp": "example"}, "plain", "leave dp out"),
+        ({"wire_dtype": "fp16"}, "plain", "leave wire-dtype out"), ({}, "offset 100", "too far from 0"),
+    ],
+)  # fmt: skip
+def test_single_precision_is_refused_where_it_does_not_suffice(
+    changes: dict[str, Any], kind: str, message: str, tmp_path: Path, tiny: Tiny
+) -> None:
+    place = written(tmp_path / "f.npz", kind, 6)
+    with pytest.raises(BadRequest, match=f"wire=f32.*{message}"):
+        tiny(dataset="npz", clients=0, data_dir=str(place), method="lda", method_args="wire=f32", **changes)
 
 
 @pytest.fixture

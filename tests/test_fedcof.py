@@ -99,4 +99,4 @@ def test_the_mean_square_as_gamma_makes_the_head_independent_of_the_scale_of_the
     strategy, _ = server("fedcof", "base=none", context(4, 5))
     arrays = answer(strategy, *data[0])
     forged = {name.removeprefix("sums/"): array for name, array in arrays.items()} | {"energy": np.zeros(1)}
-    assert "less than features with these sums have" in str(sums.problem_of(forged, 4, 5, False, energy=True))
+    assert "less than features with these sums have" in str(sums.problem_of(forged, 4, 5, None, energy=True))

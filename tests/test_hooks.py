@@ -205,7 +205,7 @@ def test_noise_of_an_answer_before_round_1_is_drawn_and_booked_once(
             calls.append(self.task.client)
             return super().answer("sums", payload)
 
-    asked = {"train": {}, "prepare": {"sums": class_sums(True, False, False)}}
+    asked = {"train": {}, "prepare": {"sums": class_sums(np.float64, False, False)}}
     early = dataclasses.replace(method, strategy=Early, client=Answers, queries=("prepare",), reduces=asked)
     monkeypatch.setattr(RunConfig, "method_and_hparams", lambda self: (early, hparams))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

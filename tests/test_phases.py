@@ -292,7 +292,7 @@ def test_the_query_before_round_1_has_a_function_of_its_own() -> None:
 
 def test_with_noise_the_answer_before_round_1_is_the_noised_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found, hparams = registry.configured("fed3r", "base=none")
-    early = replace(found, reduces={"train": {}, "prepare": {"sums": class_sums(True, False, False)}})
+    early = replace(found, reduces={"train": {}, "prepare": {"sums": class_sums(np.float64, False, False)}})
     client = noised_client(early, hparams)(one_batch_task(), early, hparams)
     monkeypatch.setattr(statistics, "release", lambda client, batches, moments, kind: {"count": np.array([len(kind)])})
     arrays, _, _ = client.answer_query("prepare", whole(model_like(client.task)), 0)

@@ -47,6 +47,7 @@ def check(config: RunConfig) -> None:
         )
     _check_robust(config, method, hparams)
     _check_sums(config, method, hparams)
+    _check_wire(config, hparams)
     dp_rules.check(config, method, hparams)
     _check_partition(config)
     rounds, every = config.federation.num_server_rounds, scores.evaluate_every
@@ -204,6 +205,13 @@ def _check_sums(config: RunConfig, method: Method, hparams: BaseHParams) -> None
     }
     for key in changed(config, *why):
         raise BadRequest(f"{key} {why[key]}, which secure-sum hides from the server: use one of the two")
+
+
+def _check_wire(config: RunConfig, hparams: BaseHParams) -> None:
+    """Refuse second moments in float32 where something else rounds them too, or hides their sum."""
+    if getattr(hparams, "wire", "f64") == "f32":
+        for key in changed(config, "secure-sum", "dp", "wire-dtype"):
+            raise BadRequest(f"wire=f32 rounds each client's sums: leave {key} out, or take wire=f64")
 
 
 def _check_unseen(config: RunConfig) -> None:

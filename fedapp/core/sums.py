@@ -21,18 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fedapp.core import masks
 from fedapp.core.robust import believed
-from fedapp.errors import Impossible
+from fedapp.errors import BadRequest, Impossible
 from fedapp.lazy import blas, lapack, torch
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
+Real: TypeAlias = type[np.float32] | type[np.float64]
 
 UNSEEN = -1e4
 """Logit of a class without samples, added to the mean logit of the others: it loses, and its probability is 0."""
@@ -45,6 +46,8 @@ PENALTIES: Float64 = np.array(
 """Multiples of a feature's mean square, 0.01 to 100,000; `best_penalty` takes one of them."""
 MOST_BITS, LEAST_BITS = 18, 4
 """Bits behind the point of features whose sums are exact."""
+OFFSET = 100.0
+"""Squared length of the mean, in multiples of all variances, above which second moments in float32 do not suffice."""
 TOLERANCE = 1e-9
 """How far rounding may take second moments from possible ones, relative to their largest entry."""
 
@@ -146,13 +149,19 @@ def capped_sums(
 
 
 def problem_of(
-    arrays: Mapping[str, Array], num_classes: int, width: int, squares: bool, lost: float = 0.0, energy: bool = False
+    arrays: Mapping[str, Array],
+    num_classes: int,
+    width: int,
+    squares: Real | None,
+    lost: float = 0.0,
+    energy: bool = False,
 ) -> str | None:
     """Say why arrays that came from elsewhere cannot be sums of features, or return None.
 
     Parameters
     ----------
-    arrays : as from `FeatureSums.arrays`.   squares, energy : whether ``a`` and ``energy`` were asked for.
+    arrays : as from `FeatureSums.arrays`.   energy : whether ``energy`` was asked for.
+    squares : type of the numbers in ``a``; None = it was not asked for.
     lost : how far each number may have been rounded; counts are exact all the same.
     """
     d = width + 1
@@ -162,8 +171,9 @@ def problem_of(
         return Impossible(f"sums consist of {sorted(shapes)}, got {sorted(arrays)}")
     for name, shape in shapes.items():
         array = arrays[name]
-        if array.shape != shape or array.dtype != np.float64:
-            return Impossible(f"'{name}' must be float64 of shape {shape}, got {array.dtype} of shape {array.shape}")
+        kind = np.dtype(squares if name == "a" else np.float64)
+        if array.shape != shape or array.dtype != kind:
+            return Impossible(f"'{name}' must be {kind} of shape {shape}, got {array.dtype} of shape {array.shape}")
         if not np.isfinite(array).all():
             return f"'{name}' has values that are not finite"
     b = arrays["b"]
@@ -184,9 +194,11 @@ def _problem_of_squares(packed: Float64, b: Float64, lost: float) -> str | None:
     a, _ = lapack.dtpttr(b.shape[1], packed, uplo="L")
     if (a.diagonal() < 0).any():
         return Impossible("'a' has a negative diagonal")
-    if a[-1, -1] != b[:, -1].sum():
+    if a[-1, -1] != b[:, -1].sum().astype(packed.dtype):
         return Impossible(f"'a' counts {a[-1, -1]:g} samples and 'b' {b[:, -1].sum():g}")
-    slack = TOLERANCE * max(float(packed.max()), -float(packed.min()), 1.0)
+    # Rounding to float32 moves an eigenvalue by the norm of d + 1 rows of errors.
+    tolerance = 2.0**-23 * len(a) if packed.dtype == np.float32 else TOLERANCE
+    slack = tolerance * max(float(packed.max()), -float(packed.min()), 1.0)
     # The scatter subtracts S S^T / n of each class, which a rounded S moves by its mean times as much, twice.
     means = np.abs(b[:, :-1]) / np.maximum(b[:, -1:], 1)
     slack += lost * (len(a) + len(b)) * (1 + 2 * float(means.max()))
@@ -202,6 +214,19 @@ def _problem_of_squares(packed: Float64, b: Float64, lost: float) -> str | None:
     # With sums near the largest float64 a pivot may be NaN, which LAPACK takes for positive.
     valid = negative == 0 and np.isfinite(root.diagonal()).all()
     return None if valid else "no features have these second moments"
+
+
+def check_offset(a: Float64) -> None:
+    """Check that the means of features are not too far from 0 for second moments A (d + 1, d + 1) in float32.
+
+    Raises
+    ------
+    BadRequest : the squared length of the mean is more than `OFFSET` times the variances of all features together.
+    """
+    n = max(float(a[-1, -1]), 1.0)
+    mean = float((a[-1, :-1] / n) @ (a[-1, :-1] / n))
+    if mean > OFFSET * (float(np.trace(a[:-1, :-1])) / n - mean):
+        raise BadRequest("wire=f32: the features' means are too far from 0 for single precision: take wire=f64")
 
 
 def scatter_within(a: Float64, b: Float64) -> Float64:
