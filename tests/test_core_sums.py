@@ -228,7 +228,7 @@ def test_the_refusal_leaves_room_for_rounding() -> None:
     for offset in (0.0, 1e3):
         z = np.column_stack([rng.normal(offset, 1e-3, (50, 8)), np.zeros((50, 3)), np.full((50, 2), offset)])
         z = z.astype(np.float32).astype(np.float64)
-        assert sums.problem_of(summed(z, rng.integers(0, 3, 50)), 3, 13, True) is None
+        assert sums.problem_of(summed(z, rng.integers(0, 3, 50)), 3, 13, np.float64) is None
         one = summed(z[:1], np.array([1]))
         assert sums.problem_of(one, 3, 13, np.float64) is None
     nothing = sums.FeatureSums(3, 2).arrays()
