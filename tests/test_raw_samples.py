@@ -31,6 +31,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 COLOURS = {"blue": (30, 60, 220), "green": (40, 200, 50), "red": (220, 40, 30)}
 LEVELS = "mean=127 std=128"
+CPU = torch.device("cpu")
 SETTINGS = {"method": "fed3r", "dataset": "npz", "class-names": ",".join(COLOURS), "model": "identity"}
 
 
@@ -87,8 +88,10 @@ def test_a_node_extracts_once_and_another_body_is_never_added(tmp_path: Path, mo
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
     (sites[0] / "train" / "red" / "0.png").unlink()
-    task = node_task(from_flat(SETTINGS), Node.parse(nodes[70]), torch.device("cpu"))
-    assert len(task.y_train) == 17 and made[-1] not in made[:-1], "changed files are extracted again"
+    task = node_task(from_flat(SETTINGS), Node.parse(nodes[70]), CPU)
+    assert len(task.y_train) == 17 and len({*made}) == 6, "changed files are extracted again"
+    task = node_task(from_flat(SETTINGS), Node.parse({**nodes[70], "features-with": f"{body} {means[2]} std=128"}), CPU)
+    assert len(task.y_train) == 17 and len({*made}) == 7, "another body extracts again"
 
 
 def test_an_interrupted_extraction_of_a_node_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +109,9 @@ def test_an_interrupted_extraction_of_a_node_goes_on(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(extraction.Chunks, "make", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        node_task(from_flat(SETTINGS), node, torch.device("cpu"))
+        node_task(from_flat(SETTINGS), node, CPU)
     limit = 9
-    node_task(from_flat(SETTINGS), node, torch.device("cpu"))
+    node_task(from_flat(SETTINGS), node, CPU)
     assert made == [0, 1, 2]
     (found,) = (tmp_path / "cache" / "features").glob("*.npz")
     assert found.read_bytes() == whole.read_bytes() and not found.with_name(f"{found.name}.parts").exists()
@@ -131,7 +134,7 @@ def test_a_node_refuses_before_it_extracts(given: dict[str, str], message: str, 
     config = {key: text.format(body=body) for key, text in given.items()}
     node = Node.parse({"client-id": 0, "data-path": str(photos(tmp_path / "site", 0)), **config})
     with pytest.raises(BadRequest, match=message) as refused:
-        node_task(from_flat(SETTINGS), node, torch.device("cpu"))
+        node_task(from_flat(SETTINGS), node, CPU)
     assert "\n" not in str(refused.value) and not [*(tmp_path / "cache").glob("features/*.npz")]
 
 
@@ -140,7 +143,7 @@ def test_features_are_not_extracted_from_features(tmp_path: Path) -> None:
     place = fedapp.features(photos(tmp_path / "site", 0), body, tmp_path / "f.npz", mean=[127], std=[128]).out
     node = Node.parse({"client-id": 0, "data-path": str(place), "features-with": f"{body} {LEVELS}"})
     with pytest.raises(OwnDataError, match=r"holds features of the body \w{8}: give raw samples"):
-        node_task(from_flat(SETTINGS), node, torch.device("cpu"))
+        node_task(from_flat(SETTINGS), node, CPU)
 
 
 def test_a_node_extracts_texts(tmp_path: Path) -> None:
@@ -148,10 +151,10 @@ def test_a_node_extracts_texts(tmp_path: Path) -> None:
     (tmp_path / "site.csv").write_text("q,label\n" + "alpha,a\nbeta,b\nalpha alpha,a\n" * 4, encoding="utf-8")
     values = {"client-id": 0, "data-path": str(tmp_path / "site.csv"), "features-with": f"{file} tokenizer={tokenizer}"}
     config = from_flat({**SETTINGS, "class-names": "a,b"})
-    task = node_task(config, Node.parse({**values, "features-text": "q"}), torch.device("cpu"))
+    task = node_task(config, Node.parse({**values, "features-text": "q"}), CPU)
     assert task.inputs.shape == (4,) and len(task.y_train) + len(task.y_test) == 12
     with pytest.raises(OwnDataError, match="no column 'p'"):
-        node_task(config, Node.parse({**values, "features-text": "p"}), torch.device("cpu"))
+        node_task(config, Node.parse({**values, "features-text": "p"}), CPU)
 
 
 # ---- the model that comes back ---------------------------------------------------------------------------------------
