@@ -47,7 +47,7 @@ def load(
     Returns
     -------
     With the attributes `classes`, `kind`, `model` (the `SplitModel`), and the functions `transform(raw)` and
-    `predict(raw)`, class probabilities (N, C).
+    `predict(raw)`, class probabilities (N, C). With `with_body(body)` a head on features takes raw pictures or texts.
 
     Raises
     ------
