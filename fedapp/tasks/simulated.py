@@ -32,7 +32,7 @@ from fedapp.settings.evaluation import CONFUSION
 from fedapp.tasks.public import PublicSource, draw_images, public_source
 
 Indices = NDArray[np.int64]
-KEPT_BYTES = 1 << 28
+KEPT_BYTES = 192 << 20
 """Bytes of clients' images that a process keeps as tensors."""
 
 
