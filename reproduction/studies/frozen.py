@@ -493,12 +493,12 @@ def exactness(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]:
 
 
 def comparison(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]:
-    """Say where both heads with class shares are better and worse than each client alone, by more than the margin.
+    """Say where both heads with class shares are better or worse than training alone, by the margin and in every seed.
 
     The sentences on few rows, on classes of one's own and on `choose` follow from the scores, or are left out.
     """
-    apart = {name: [mean(found[head], "shares") - mean(found["alone"], "own") for head in SHOWN]
-             for name, found in known.items()}  # fmt: skip
+    apart = {name: [100 * (run["shares"] - alone["own"]) for head in SHOWN for run, alone in zip(f[head], f["alone"])]
+             for name, f in known.items()}  # fmt: skip
     margins = {name: 100 * margin_of(mean(f["alone"], "own") / 100, mean(f["alone"], "tests") / 100)
                for name, f in known.items()}  # fmt: skip
     better = [name for name in known if min(apart[name]) > margins[name]]
@@ -507,10 +507,10 @@ def comparison(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]
     for word, group in {"better": better, "worse": worse}.items():
         if group:
             titles = "; ".join(SETTINGS[name].title for name in group)
-            points = ends([abs(end) for name in group for end in apart[name]])
-            parts.append(f"both are {word} in {len(group)}, by {points} points ({titles})")
+            points = ends([abs(one) for name in group for one in apart[name]])
+            parts.append(f"both are {word} in {len(group)}, in every seed, by {points} points ({titles})")
     if rest := len(known) - len(better) - len(worse):
-        parts.append(f"in {rest} at least one is equal within the margin")
+        parts.append(f"in {rest} neither holds")
     lines = [f"With each client's class shares, against training alone in {len(known)} settings: {'; '.join(parts)}."]
     own = [name for name in known if mean(known[name]["alone"], "unshared") == 100]
     runs = [run for name, found in known.items() if name not in own for head in SHOWN for run in found[head]]
