@@ -104,7 +104,7 @@ def test_a_run_standardises_by_an_exchange_as_a_simulation_does_by_itself(tmp_pa
     place = features(tmp_path / "f.npz")
     with np.load(place) as arrays:
         columns = dict(arrays)
-    columns["x"] = columns["x"] * np.arange(1, 13, dtype=np.float16) + 20
+    columns["x"] = columns["x"] * np.arange(1, 13, dtype=np.float32) + 2000  # their squares add up to more than 1e8
     np.savez(place, **columns)
     common: dict[str, Any] = {"dataset": "npz", "clients": 0, "data_dir": str(place), "method": "fedavg"}
     own, asked = tiny(**common), tiny(**common, model_args="standardise=true")

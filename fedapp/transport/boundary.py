@@ -62,7 +62,7 @@ DTYPES = ("float32", "float64", "int32", "int64")
 """What further arrays, such as class means with their labels, may consist of; and half precision where it is on."""
 NARROW = ("head.", "lar", "protos", "outputs", "statistics/mean", "nh/", "dbe/", "pac/h", "pac/proto")
 """Beginnings of the names of arrays whose values are at most `Contract.max_abs`."""
-SUMS = {"sums/a": 2, "sums/b": 1, "statistics/sum": 1, "statistics/square": 2}
+SUMS = {"sums/a": 2, "sums/b": 1, "statistics/sum": 1, "statistics/square": 2, "scaling/sum": 1, "scaling/square": 2}
 """Sums over a client's samples, with the power of `Contract.max_abs` that one sample adds at most."""
 LOSSES = "sums/loss"
 """Sums of losses: at least 0, and without an upper limit, as all losses."""
