@@ -96,7 +96,7 @@ def test_the_head_is_the_ridge_regression_on_the_features_of_all_rows(tmp_path: 
 def test_gradient_heads_are_trained_on_them(method: str, tmp_path: Path, tiny: Tiny) -> None:
     common: dict[str, Any] = {"dataset": "npz", "clients": 0, "data_dir": str(features(tmp_path / "f.npz"))}
     run = tiny(method=method, model_args=ARGS, rounds=3, lr=1, batch_size=16, local_epochs=5, **common)
-    assert run.summary["accuracy"]["trained"]["last"] > 0.5, "chance is 0.25"
+    assert run.summary["accuracy"]["trained"]["last"] > 2 * 0.25, "chance is 0.25"
     assert load(run.out, client=1).predict(np.zeros((1, 12), np.float32)).shape == (1, 4)
 
 
