@@ -115,15 +115,15 @@ def method_names() -> list[str]:
     return [*registry.discover(), AGAIN]
 
 
-LATER = ("personal", "choose")
-"""Hyperparameters that methods got after the kept runs were made; switched off, they change no number."""
+LATER = {"personal": False, "choose": False, "random_features": 0, "wire": "f64"}
+"""Hyperparameters that methods got after the kept runs were made, with the values that change no number."""
 
 
 def digest(block: Block, method: str, seed: int) -> str:
     """Return what makes a run the one that it is, as 12 hexadecimal digits: its keys and the method's defaults."""
     values = values_of(block, method, seed)
     _, hparams = identity(configuration.from_flat(values_of(block, method, seed, DOCS)))
-    hparams = {name: value for name, value in hparams.items() if value or name not in LATER}
+    hparams = {name: value for name, value in hparams.items() if LATER.get(name, ...) != value}
     text = json.dumps([values, hparams, asdict(registry.get(values["method"]).defaults)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
