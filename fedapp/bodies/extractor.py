@@ -229,7 +229,7 @@ def _exported(body: Body) -> Path:
         net = body.make(body.file).eval()
         with explained(f"cannot write {final.parent}", "set FEDAPP_CACHE to another folder"):
             final.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(final.with_suffix(".lock")), atomic(final) as part:
+            with FileLock(final.with_suffix(".lock")), atomic(final, durable=True) as part:
                 _export(net, body, part)
     return final
 

@@ -25,6 +25,8 @@ from fedapp.errors import BadRequest, is_number, listed, raised, suggest_choice
 from fedapp.lazy import nn, torch
 from fedapp.models import weights
 
+LARGEST = 4096
+"""Most pixels of a side."""
 TOKENS = 256
 """Tokens of a text that are used where `tokens` does not say it."""
 
@@ -186,11 +188,16 @@ def chosen(name: str, stored: str = "", size: int = 0, **described: Any) -> Body
     ------
     BadRequest : there is none, or an argument does not fit.
     """
-    if name in NAMES or not (":" in name or "." in name):
-        if given := sorted(key for key, value in {"weights": stored, **described}.items() if value):
+    if not _is_own(name):
+        given = sorted(key for key, value in {"weights": stored, **described}.items() if value)
+        if given and name in NAMES:
             raise BadRequest(f"the body '{name}' has its own {given[0]}: leave it out")
         return known(name, size)
     return own(name, stored, size=size, **described)
+
+
+def _is_own(name: str) -> bool:
+    return ":" in name or "." in name
 
 
 def levels(name: str, text: str) -> tuple[float, ...]:
@@ -217,7 +224,7 @@ def of_text(text: str, about: Mapping[str, Any] | None = None) -> Body:
     except ValueError:
         raise BadRequest(f"the body '{text}' is not of the form BODY key=value, such as {EXAMPLE}") from None
     told = about or {}
-    taken = ("size", "mean", "std", "tokens") if name not in NAMES else ("size",) if told.get("name") == name else ()
+    taken = ("size", "mean", "std", "tokens") if _is_own(name) else ("size",) if told.get("name") == name else ()
     given = {key: found for key in taken if (found := told.get(key))}
     for word in words:
         key, _, value = word.partition("=")
@@ -227,8 +234,12 @@ def of_text(text: str, about: Mapping[str, Any] | None = None) -> Body:
             given[key] = value
         elif key in ("size", "tokens") and value.isdecimal():
             given[key] = int(value)
+            if key == "size" and given[key] > LARGEST:
+                raise BadRequest(f"the body '{name}': size = {value}: give at most {LARGEST} pixels")
         else:
             raise BadRequest(f"the body '{name}' does not take '{word}': write it as in {EXAMPLE}")
+    if told.get("tokenizer") and _is_own(name) and "tokenizer" not in given:
+        raise BadRequest(f"the model takes texts: give the tokenizer of the body '{name}' too, as in {EXAMPLE}")
     return chosen(name, given.pop("weights", ""), given.pop("size", 0), **given)
 
 

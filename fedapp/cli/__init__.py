@@ -384,9 +384,11 @@ def predict(
     allow: Allow = "",
 ) -> None:
     """Classify samples with a model that a run or a node saved."""
+    from fedapp import plugins
     from fedapp.results import predict as predicting
     from fedapp.results.cells import write_table
 
+    plugins.look_beside(Path("run.toml"))
     if (run is None) == (model is None):
         raise BadRequest("give --run DIR, perhaps with --client, or --model FILE")
     if run is None and (client is not None or received):
@@ -427,8 +429,10 @@ def export(
 
     The graph holds the transform. It is checked against the module.
     """
+    from fedapp import plugins
     from fedapp.results import exporting
 
+    plugins.look_beside(Path("run.toml"))
     net = _loaded(run, client, received, allow)
     net = net.with_body(body) if body else net
     difference = exporting.write(net, to, out)

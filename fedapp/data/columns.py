@@ -136,6 +136,21 @@ def read_npz(path: Path) -> dict[str, Array]:
         ) from error
 
 
+def read_unlabelled(path: Path) -> dict[str, Array]:
+    """Read all arrays of a ``.npz`` file with samples, whose classes may be unknown.
+
+    Raises
+    ------
+    BadRequest : see :func:`read_npz`; or there is no column `x` with rows.
+    """
+    arrays = read_npz(path)
+    if "x" not in arrays:
+        raise BadRequest(f"{path}: no column 'x' (found: {', '.join(sorted(arrays)) or 'none'})")
+    if not arrays["x"].ndim:
+        raise BadRequest(f"{path}: x is a single number, wanted (N, ...), a row for each sample")
+    return arrays
+
+
 def part_of(path: Path, root: Path) -> str | None:
     """Return the split that the folder of a client's file names; the folder that the user gave names none."""
     return path.parent.name if path.parent != root and path.parent.name in PARTS else None

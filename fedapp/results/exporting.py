@@ -2,7 +2,8 @@
 
 The graph maps raw samples (N, ...), of any N, to logits (N, C). With a pretrained body it holds the body too
 (:mod:`fedapp.bodies.graph`). The names of the classes and what a raw sample is
-travel in the file: `fedapp.json` among the extra files of `.pt2`, the metadata entry `fedapp` of `.onnx`.
+travel in the file: `fedapp.json` among the extra files of `.pt2`, the metadata entry `fedapp` of `.onnx`. With a body
+`kind` is `image`, uint8 (n, h, w, c), or `text`, ids of the tokenizer whose SHA-256 `extraction` names, and their mask.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from fedapp.bodies.extractor import INPUTS, Extractor, padded
 from fedapp.bodies.graph import joined
 from fedapp.core.products import Linear
+from fedapp.data.columns import BODY
 from fedapp.errors import BadRequest
 from fedapp.files import atomic, explained
 from fedapp.results.predict import LoadedModel, described
@@ -74,7 +76,7 @@ def write(net: LoadedModel | WholeModel, to: str, path: Path) -> float:
     """
     if to not in FORMATS:
         raise BadRequest(f"--to {to}: choose from {', '.join(FORMATS)}")
-    extractor = None
+    extractor, facts = None, _facts(net)
     if isinstance(net, WholeModel):
         if to != "onnx":
             raise BadRequest(f"--to {to} takes no body of ONNX: choose --to onnx")
@@ -88,7 +90,6 @@ def write(net: LoadedModel | WholeModel, to: str, path: Path) -> float:
     net = net.cpu().eval()
     with torch.inference_mode(), _traced():
         wanted = net(x)  # before tracing, so that the transform's cached constants are real tensors
-    facts = json.dumps(described(net.inputs, net.classes))
     with explained(f"{path} cannot be written", "choose another --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic(path, mode=0o666) as part:
@@ -99,6 +100,14 @@ def write(net: LoadedModel | WholeModel, to: str, path: Path) -> float:
             if not difference <= CLOSE * max(1.0, float(wanted.abs().max())):
                 raise RuntimeError(f"the exported graph differs from the model by {difference:g}; nothing was kept")
     return difference
+
+
+def _facts(net: LoadedModel | WholeModel) -> str:
+    """Return classes and raw samples as JSON."""
+    if isinstance(net, LoadedModel):
+        return json.dumps(described(net.inputs, net.classes))
+    found = described(net.head.inputs, net.classes)  # shape and normalisation in it are of the features
+    return json.dumps({"kind": net.kind, **{key: found[key] for key in ("classes", "num_classes", BODY, "extraction")}})
 
 
 @contextmanager

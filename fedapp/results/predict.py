@@ -25,7 +25,7 @@ from fedapp import plugins, registry
 from fedapp.config import RunConfig
 from fedapp.core import names
 from fedapp.data import datasets, pictures, tables
-from fedapp.data.columns import BODY, body_of, read_npz, samples
+from fedapp.data.columns import BODY, body_of, read_unlabelled, samples
 from fedapp.data.moments import Samples
 from fedapp.data.names import is_there
 from fedapp.data.pictures import FORMATS, PICTURE_SUFFIXES, check_depth, pixels
@@ -405,9 +405,7 @@ def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
             raise BadRequest(f"{path}: {suffix} rows are for tables, and this model takes {net.wanted()}: give .npz")
         x = tables.rows(path, net.inputs.features, len(net.inputs.mean), net.inputs.columns)
     else:
-        arrays = read_npz(path)
-        if "x" not in arrays:
-            raise BadRequest(f"{path}: no column 'x' (found: {', '.join(sorted(arrays)) or 'none'})")
+        arrays = read_unlabelled(path)
         x, body = arrays["x"], body_of(path, arrays)
         if body and net.inputs.body not in ("", body):
             raise BadRequest(

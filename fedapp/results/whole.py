@@ -14,7 +14,7 @@ from fedapp.bodies.extraction import of_files
 from fedapp.bodies.extractor import Extractor
 from fedapp.bodies.known import of_text
 from fedapp.data import pictures, tables
-from fedapp.data.columns import PLAIN, features_problem, read_npz
+from fedapp.data.columns import PLAIN, features_problem, read_unlabelled
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, raised
 
@@ -58,6 +58,11 @@ class WholeModel:
             raise BadRequest("this model was not trained on features of a pretrained body: leave the body out")
         told: dict[str, Any] = json.loads(inputs.extraction or "{}")
         self.head, self.classes, self.about = head, head.classes, head.about
+        if told.get("resize") not in (None, "", "bilinear"):
+            raise BadRequest(
+                f"this model was trained on features of pictures {told['resize']} (data set hf), and raw pictures are "
+                "not resized so: give features that fedapp features extracts of a data set hf"
+            )
         try:
             self.extractor = Extractor(of_text(body, told))
             self.kind = "text" if self.extractor.body.tokenizer else "image"
@@ -86,20 +91,26 @@ class WholeModel:
         BadRequest : samples of another kind, or features that are not finite or all zero.
         """
         if self.kind == "text":
-            if not all(isinstance(text, str) and text.strip() for text in raw):
-                raise BadRequest("this model takes texts, and none may be empty")
+            if isinstance(raw, str) or not all(isinstance(text, str) and text.strip() for text in raw):
+                raise BadRequest("this model takes texts, and none may be empty: give one as a list, [text]")
             parts = [self.extractor.texts([str(text).strip() for text in raw])] if len(raw) else []
         else:
+            axes = np.shape(raw) if isinstance(raw, np.ndarray) else ()
+            if len(axes) in (1, 2) or (len(axes) == 3 and axes[2] in (1, self.extractor.channels)):
+                raise BadRequest(f"this model takes {self.wanted()}, but was given {axes}: give one picture as x[None]")
             parts = [self.extractor.rows(self._picture(picture)) for picture in raw]
         found = np.concatenate([np.zeros((0, self.extractor.body.width), np.float32), *parts])
-        if problem := features_problem(found):
-            raise BadRequest(f"of the features of these samples {problem}: leave such samples out")
+        with np.errstate(over="ignore"):
+            problem = features_problem(found.astype(np.float16))
+        if problem:
+            raise BadRequest(f"of the features of these samples {problem} as float16: leave such samples out")
         return found
 
     def _picture(self, given: Any) -> NDArray[np.uint8]:
         """Return one picture as (1, C, H, W)."""
-        x = np.atleast_3d(given)
-        if x.dtype != np.uint8 or x.ndim != 3 or x.shape[2] not in (1, self.extractor.channels):
+        x = np.asarray(given)
+        x = x[..., None] if x.ndim == 2 else x
+        if x.dtype != np.uint8 or x.ndim != 3 or x.shape[2] not in (1, self.extractor.channels) or not x.size:
             raise BadRequest(f"this model takes {self.wanted()}, but one is {x.dtype} {x.shape}")
         return x.transpose(2, 0, 1)[None]
 
@@ -137,10 +148,7 @@ class WholeModel:
         if self.kind == "text":
             x = tables.column_of_texts(Path(of_files(path, text, PLAIN).place), text)
         elif path.suffix.lower() == ".npz":
-            arrays = read_npz(path)
-            if "x" not in arrays:
-                raise BadRequest(f"{path}: no column 'x' (found: {', '.join(sorted(arrays)) or 'none'})")
-            x = arrays["x"]
+            x = read_unlabelled(path)["x"]
         else:
             with pictures.named(path):
                 pictures.check_format(path)

@@ -397,7 +397,7 @@ def _read(
     place: Path, classes: tuple[str, ...] | None, settings: DataSettings, body: Body | None, text: str
 ) -> OwnData:
     dataset = settings.dataset
-    file = place if body is None else extraction.cached(extraction.of_files(place, text, settings), body)
+    file = place if body is None else extraction.cached(extraction.of_files(place, text, settings, node=True), body)
     data = datasets.load(datasets.source(file), file, settings, node=True)
     if skipped := data.skipped or data.about.get("left-out"):
         warnings.warn(f"left out because they cannot be used: {plain(', '.join(skipped))}", stacklevel=2)
