@@ -1,6 +1,7 @@
 """`fedapp deploy check`: what keeps a node or a server from taking part, in a table with remedies.
 
-It changes nothing and trains nothing: versions, switches, clock, certificates, reachability, key, data, model, disk.
+It trains nothing: versions, switches, clock, certificates, reachability, key, data, model, disk. Only the cache of the
+node's own samples, or of their features (`features-with`), is filled, which may take hours.
 """
 
 from __future__ import annotations

@@ -87,9 +87,9 @@ class Node(BaseModel):
     )
     features_with: Text = Field(
         "",
-        description="pretrained body that turns the raw samples of `data-path` into features, once, before the node "
-        "registers: `minilm`, or a file with the arguments of `fedapp features`, such as `'body.onnx size=128 mean=127 "
-        "std=128'`; the run's model is `identity` ([a frozen body](frozen.md))",
+        description="pretrained body that turns the raw samples of `data-path` into features, once, on one core, "
+        "before the node registers: `minilm`, or a file with the arguments of `fedapp features`, such as `'body.onnx "
+        "size=128 mean=127 std=128'`; the run's model is `identity` or `adapter` ([a frozen body](frozen.md))",
     )
     features_text: Text = Field("", description="column of texts, if the raw samples are texts in a table")
     data_dir: Text = Field(
@@ -440,7 +440,8 @@ def _read(
 
 def _other_model(model: str) -> BadRequest:
     return BadRequest(
-        f"this node's data are features of a pretrained body, and the run's model is {model}: set model = {IDENTITY}"
+        f"this node's data are features of a pretrained body, and the run's model is {model}: set model = {IDENTITY} "
+        f"or {ADAPTER}"
     )
 
 
