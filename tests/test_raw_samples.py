@@ -367,12 +367,12 @@ def test_code_next_to_the_files_is_found_by_each_command(
     torch.save(torch.nn.Conv2d(3, 4, 3).state_dict(), tmp_path / "w.pt")
     body = ["--with", "my_beside_body:make weights=w.pt"]
     features = ["features", str(site), *body[:1], "my_beside_body:make", "--weights", "w.pt", "--size", str(SIDE)]
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv(plugins.BESIDE, "")
     monkeypatch.chdir(tmp_path)
 
     def call(*words: str) -> None:
         monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
+        monkeypatch.setenv(plugins.BESIDE, "")
+        sys.modules.pop("my_beside_body", None)
         done = CliRunner().invoke(app, [*words])
         assert done.exit_code == 0, (done.output, done.exception)
 
