@@ -47,6 +47,7 @@ FOLDERS = (
     "fedapp/reduce",
 )
 NAMED = {
+    "fedapp/core/fourier.py": ["tests/test_random_features.py"],
     "strategies/_maths.py": ["tests/test_base.py", "tests/test_flower_loop.py", "tests/test_reduce.py"],
     "strategies/base.py": [
         "tests/test_engine.py",
