@@ -48,6 +48,7 @@ FOLDERS = (
 )
 NAMED = {
     "fedapp/core/fourier.py": ["tests/test_random_features.py"],
+    "fedapp/reduce/scaling.py": ["tests/test_random_features.py"],
     "strategies/_maths.py": ["tests/test_base.py", "tests/test_flower_loop.py", "tests/test_reduce.py"],
     "strategies/base.py": [
         "tests/test_engine.py",
