@@ -156,7 +156,7 @@ def _metrics(run: RunResult) -> Table:
         for name in ("accuracy", *run.metrics, "loss")
         if (run.metrics or p in run.unseen_scores) and not math.isnan(run.metric(p, name))
     ]
-    return Table(["further metrics", "mean over clients", "std", "worst tenth", "worst client"], rows)
+    return Table(["further metrics", "mean over clients", "std", "worst 10 %", "worst client"], rows)
 
 
 def _test_images(runs: Sequence[RunResult]) -> float:

@@ -407,7 +407,7 @@ def setting_table(runs: Mapping[str, Sequence[Scores]]) -> list[str]:
             tally(harmed) if harmed else DASH, cell(found, "recall"), cell(found, "auc"), cell(found, "ece"),
             f"{mean(found, 'bytes') / 1e5:.0f}" if "bytes" in found[0] else DASH, cell(found, "seconds", 1),
         ))  # fmt: skip
-    heads = "model|global|own|own with shares|worst tenth|gain / same / lose:|lowest recall|AUROC|ECE"
+    heads = "model|global|own|own with shares|worst 10 %|gain / same / lose:|lowest recall|AUROC|ECE"
     return markdown(f"{heads}|up, kB:|processor s:", rows)
 
 
@@ -424,7 +424,7 @@ def rounds_table(kept: Kept, setting: str) -> list[str]:
             *(cell(found, name) for name in ("recall", "auc", "ece")),
             f"{mean(found, 'bytes') / 1e5:.0f}", cell(found, "seconds", 1), cell(found, "search", 1, 0).split(" ")[0],
         ))  # fmt: skip
-    heads = "model|step:|global|received, own|delivered, own|worst tenth|gain / same / lose:|lowest recall|AUROC|ECE"
+    heads = "model|step:|global|received, own|delivered, own|worst 10 %|gain / same / lose:|lowest recall|AUROC|ECE"
     return markdown(f"{heads}|up, kB:|processor s:|search, s:", rows)
 
 
