@@ -42,7 +42,7 @@ def test_each_question_has_a_sentence(four: Path) -> None:
     assert "Worse than training alone: FedAvg by 20.0 points" in difference and "Not decided: LG-FedAvg." in difference
     assert harm.startswith("FedClassAvg helps") and "harms 0; by chance (training alone, run again) 0 and 0." in harm
     assert "Most are harmed by FedAvg: 20." in harm
-    assert tenth.startswith("Worst tenth of the clients, against that of training alone: FedClassAvg +4.7 (")
+    assert tenth.startswith("Worst 10 % of the clients, against that of training alone: FedClassAvg +4.7 (")
     assert classes == "Highest on all classes: FedClassAvg, 42.3 % (training alone 40.0 %)."
     assert cost == "A client of FedClassAvg sends 2,600 B a round. Exchanged: the head, both ways."
 

@@ -346,5 +346,5 @@ def test_a_comparison_shows_metrics_headlines_and_whom_methods_harm(tmp_path: Pa
         "gain / same / lose: clients whose headline is above" in page
         and ">FedAvg *<" in page
         and ">FedProx *<" in page
-        and "trained ece, worst tenth" in page
+        and "trained ece, worst 10 %" in page
     )

@@ -193,7 +193,7 @@ class Answer:
         row = self.test(self.leader, "headline_worst_tenth")
         if row is None or row["seeds"] < 3:
             return ""
-        text = f"Worst tenth of the clients, against that of {self.name(self.reference)}: {self.name(self.leader)}"
+        text = f"Worst 10 % of the clients, against that of {self.name(self.reference)}: {self.name(self.leader)}"
         return f"{text} {intervals.in_words(row)}."
 
     def _cost(self) -> str:

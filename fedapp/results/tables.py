@@ -104,7 +104,7 @@ def tables_of(answer: Answer, runs: Sequence[RunResult]) -> Iterator[tuple[str, 
     title = f"{setting_title(part)}, after {counted(int(part['rounds'].max()), 'round')}, in %{spread_over}{meant}"
     yield title, _spreads(part, SCORES)
     further = {f"{p}_{name}": f"{p} {name}" for p in (*PROTOCOLS, TUNED) for name in metrics}
-    further |= {f"trained_{name}_worst_decile": f"trained {name}, worst tenth" for name in metrics}
+    further |= {f"trained_{name}_worst_decile": f"trained {name}, worst 10 %" for name in metrics}
     if len((found := _spreads(part, further, factor=1, digits=3)).columns):
         yield f"Further metrics, mean over clients{spread_over}{meant}", found
     names = [c for c in part if c.startswith("unseen_") and c.endswith("_accuracy")]
@@ -125,7 +125,7 @@ def tables_of(answer: Answer, runs: Sequence[RunResult]) -> Iterator[tuple[str, 
             pd.concat([part, again]) if len(again) else part,
             {
                 "worst client": lambda rows: spread(rows["trained_worst"]),
-                "worst tenth": lambda rows: spread(rows["trained_worst_decile"]),
+                "worst 10 %": lambda rows: spread(rows["trained_worst_decile"]),
                 **({"gain / same / lose": lambda rows: tally(rows[[*HARM]].to_numpy())} if alone else {}),
                 f"completed rounds to {goal}": lambda rows: until(rows["trained_target_rounds"]),
                 "MB to it, all clients": lambda rows: until(rows["trained_target_bytes"], 1e-6, 2),
@@ -138,7 +138,7 @@ def tables_of(answer: Answer, runs: Sequence[RunResult]) -> Iterator[tuple[str, 
         ),
     )
     if answer.tests and seeds > 1:
-        named = {"headline_worst_tenth": "headline, worst tenth"}
+        named = {"headline_worst_tenth": "headline, worst 10 %"}
         columns = {
             named.get(m) or " ".join(m.removesuffix("_accuracy").split("_")[::-1]): {
                 label: intervals.in_words(row) for label, row in rows.items()

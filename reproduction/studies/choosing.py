@@ -303,8 +303,10 @@ def answer(runs: Sequence[Kept]) -> list[str]:
         return [UNMEASURED]
     total = {word: sum(len(c.of(word)) for _, c in known) for word in ("better", "worse", "equal", "open")}
     seeds = f"{counted(len(known), 'setting')} with {counted(definition().seeds, 'seed')} each"
+    absent = [title(m) for m in registry.discover() if m not in {run.method for run in runs}]
+    others = f"every method{' but ' + ' and '.join(absent) if absent else ''}"
     lines = [
-        f"In {seeds}, every method was compared with training alone by the score that it is judged by. "
+        f"In {seeds}, {others} was compared with training alone by the score that it is judged by. "
         f"{counted(sum(total.values()), 'comparison')}: {total['better']} better, {total['worse']} worse, "
         f"{total['equal']} equal within the margin, {total['open']} open. The 95 % intervals hold for all methods of a "
         "setting together.",

@@ -23,7 +23,7 @@ MEASURES = {
     "headline": ("own test rows", "The score that each method is judged by, on the clients' own test rows."),
     "headline_balanced": ("all classes", "Mean recall over all classes on all clients' test rows."),
     "received_accuracy": ("as delivered", f"The received models, before local training. {PAIRED}"),
-    "headline_worst_tenth": ("worst tenth", "Each method's own worst tenth of the clients, on own test rows."),
+    "headline_worst_tenth": ("worst 10 %", "Each method's own worst 10 % of the clients, on own test rows."),
 }
 """Measures of significance.csv with a plot: its name, and the compared score."""
 MOST_METHODS = 3
