@@ -178,7 +178,7 @@ IMPOSSIBLE_REPLIES: dict[str, tuple[Change, str]] = {
     "stage that is no text": (both(info("error", "boom"), info("stage", [1])), "not in words"),
     "error in another stage": (both(info("error", "boom"), info("stage", "=A1")), "was not asked for"),
     "fact that nobody asked for": (info("more", "x"), "states 'more'"),
-    "metric that nobody asked for": (metric("evil", 1), "the metric 'evil' was not asked for"),
+    "metric that was not requested": (metric("evil", 1), "the metric 'evil' was not asked for"),
     "total without a number of hits": (without("received-correct"), "go together"),
     "hits without a total": (without("received-total"), "go together"),
     "no score": (

@@ -26,6 +26,7 @@ from fedapp.models import frozen
 from fedapp.reduce.scaling import MOMENTS, moments_from
 from fedapp.results import exporting, predict
 from fedapp.results.runs import RunResult
+from fedapp.settings import ModelSettings
 from tests.test_exact_sums import head, written
 from tests.test_given_features import features, training
 from tests.test_nodes import start
@@ -46,6 +47,13 @@ def test_the_cosine_is_that_of_numpy() -> None:
     turns = torch.linspace(-40, 40, 100_001, dtype=torch.float64)
     wanted = np.cos(2 * np.pi * (turns - turns.round()).numpy())
     np.testing.assert_allclose(fourier.cosine(turns).numpy(), wanted, rtol=0, atol=5e-16)
+
+
+def test_the_stated_largest_feature_is_reached_and_not_exceeded() -> None:
+    args = frozen.of("identity", ModelSettings(model_args=ARGS))
+    ((_, layer),) = frozen.stages("identity", (1,), ModelSettings(model_args=ARGS))
+    largest = float(layer(torch.linspace(-500, 500, 200_001)[:, None]).abs().max())
+    assert largest == args.largest
 
 
 @pytest.mark.parametrize("method", ["fed3r", "lda", "fedncm"])

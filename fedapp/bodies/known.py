@@ -217,7 +217,7 @@ def of_text(text: str, about: Mapping[str, Any] | None = None) -> Body:
 
     Raises
     ------
-    BadRequest : the text is not of this form; there is no such body, or an argument does not fit.
+    BadRequest : the text has another form, the body is unknown, or an argument does not fit.
     """
     try:
         name, *words = shlex.split(text)

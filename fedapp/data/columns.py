@@ -141,7 +141,7 @@ def read_unlabelled(path: Path) -> dict[str, Array]:
 
     Raises
     ------
-    BadRequest : see :func:`read_npz`; or there is no column `x` with rows.
+    BadRequest : as for :func:`read_npz`; also if column `x` is missing or has no rows.
     """
     arrays = read_npz(path)
     if "x" not in arrays:

@@ -46,7 +46,7 @@ def moments(x: Rows, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]
 
 
 def feature_sums(x: Rows) -> dict[str, npt.NDArray[np.float64]]:
-    """Return of rows of features (N, F) `count` (1,), `sum` (F,) and `square` (F,); an unknown value counts as 0."""
+    """Return `count` (1,), `sum` (F,) and `square` (F,) of rows of features (N, F); an unknown value counts as 0."""
     total, square = np.zeros(x.shape[1]), np.zeros(x.shape[1])
     for start in range(0, x.shape[0], PIECE):
         part = np.rint(np.nan_to_num(x[start : start + PIECE].astype(np.float64), nan=0.0) / GRID) * GRID

@@ -1,7 +1,7 @@
-"""The layer of the model `identity` that nothing trains: random Fourier features of standardised features.
+"""The frozen layer of the model `identity`: random Fourier features of standardised features.
 
-`model-args` of `identity` name it: "random-features=2000 gamma=0.3 seed=11". Before round 1 the server learns mean and
-deviation of the features of all clients; with "standardise=true" there is nothing else.
+`model-args` of `identity` name it: "random-features=2000 gamma=0.3 seed=11". Before round 1 the server computes mean
+and deviation of the features of all clients; "standardise=true" is this standardisation alone.
 """
 
 from __future__ import annotations
@@ -85,5 +85,5 @@ def stages(name: str, shape: tuple[int, ...], settings: ModelSettings) -> list[t
         return []
     from fedapp.models.blocks import RandomFeatures
 
-    torch.empty(shape[0], args.random_features)  # so large is W, for a bound on what a file may ask for
+    torch.empty(shape[0], args.random_features)  # the size of W, so that a bound on memory holds for it too
     return [("random", RandomFeatures(*args.matrix(shape[0])))]

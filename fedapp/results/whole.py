@@ -33,7 +33,7 @@ class Head(Protocol):
 
 
 class WholeModel:
-    """A trained classifier that takes what the owner of data has, not features of it.
+    """A trained classifier of raw samples: a pretrained body and a head on its features.
 
     Raw samples are texts, or pictures with levels 0 .. 255, uint8 (N, H, W, C) or (N, H, W). A list of pictures may
     have several sizes.
@@ -61,7 +61,7 @@ class WholeModel:
         if told.get("resize") not in (None, "", "bilinear"):
             raise BadRequest(
                 f"this model was trained on features of pictures {told['resize']} (data set hf), and raw pictures are "
-                "not resized so: give features that fedapp features extracts of a data set hf"
+                "resized in another way: give features that fedapp features extracts of a data set hf"
             )
         try:
             self.extractor = Extractor(of_text(body, told))

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def run_commands(commands: dict[str, str], out: Path, data: Path) -> list[str]:
         if note.is_file():
             continue
         print(f"$ {command}", flush=True)
-        subprocess.run(["rm", "-rf", folder], cwd=out, check=True)
+        shutil.rmtree(out / folder, ignore_errors=True)
         line = command.replace("data-dir=DIR", f"data-dir={shlex.quote(str(data))}")
         # A comparison in which a run diverged exits with 1; its figure names that run.
         code = subprocess.run(["bash", "-c", line], cwd=out, env=environment, check=False).returncode

@@ -412,7 +412,7 @@ def setting_table(runs: Mapping[str, Sequence[Scores]]) -> list[str]:
 
 
 def rounds_table(kept: Kept, setting: str) -> list[str]:
-    """Build the table of heads trained in rounds, beside those of one exchange on the same partition."""
+    """Build the table of heads trained in rounds, with those of one exchange on the same partition."""
     plain, rows = setting.removesuffix(IN_ROUNDS), []
     once = {head: [{**kept[plain, 0, head], "trained": kept[plain, 0, head]["shares"]}] for head in SHOWN}
     for model, found in {**of_setting(kept, setting), **once}.items():
