@@ -111,8 +111,8 @@ def default_out(config: RunConfig) -> Path:
     return new_folder(Path(os.environ.get("FEDAPP_RUNS") or Path.home() / "fedapp-runs"), run_name(config))
 
 
-def place(config: RunConfig) -> Path:
-    """Return the run directory. With `FEDAPP_RUNS` the owner of the SuperLink keeps all of them below one folder.
+def place(config: RunConfig, *, confined: bool = True) -> Path:
+    """Return the run directory. With `FEDAPP_RUNS` the owner of the SuperLink keeps those of nodes below one folder.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def place(config: RunConfig) -> Path:
         raise BadRequest(
             f"out = '{config.storage.out}' must be an absolute path: a run-config travels to other processes"
         )
-    runs = os.environ.get("FEDAPP_RUNS")
+    runs = os.environ.get("FEDAPP_RUNS") if confined else None
     if runs and not out.resolve().is_relative_to(Path(runs).resolve()):
         return Path(runs) / out.name
     return out
@@ -143,7 +143,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
     run: Run | None = None
     try:
         config = configuration.from_context(run_config)
-        out = place(config)
+        # The command that started a simulation looks for its run where it asked for it.
+        out = place(config, confined=not _simulated(grid))
         check_out(out, config.storage.resume)
         patience = 0.0 if _simulated(grid) else ORPHAN_LIFE
         with only_writer(out, patience, lambda text: event({"kind": "waiting", "text": text}) if event else None):

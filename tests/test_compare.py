@@ -252,8 +252,9 @@ SMALL = tuple(w for s in ("local-epochs=1", "batch-size=64", "alpha=1.0", "data-
 
 @pytest.mark.full
 def test_a_comparison_in_processes_equals_runs_alone_and_is_not_repeated(
-    tmp_path: Path, tiny: Callable[..., RunResult], no_page: list[Path]
+    tmp_path: Path, tiny: Callable[..., RunResult], no_page: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FEDAPP_RUNS", str(tmp_path / "served"))  # it is for runs of nodes
     out = tmp_path / "c"
     words = ("--methods", "local,fedavg", "--set", "fraction-train=0.5", *SMALL, "--out", str(out))
     result = command(*words, "--workers", "2")

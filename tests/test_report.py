@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
+import pandas as pd
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 from typer.testing import CliRunner
@@ -25,6 +26,7 @@ from fedapp.experiments import tables
 from fedapp.experiments.jobs import Job, Variant
 from fedapp.results import answers, report
 from fedapp.results.runs import read_comparison, read_run
+from fedapp.results.tables import tables_of
 from tests import madeup
 
 SMALL: dict[str, Any] = {"dataset": "digits", "clients": 3, "rounds": 2, "local_epochs": 1, "batch_size": 16}
@@ -351,6 +353,20 @@ def test_a_method_that_failed_is_in_the_table_and_in_the_plot(tmp_path: Path) ->
     assert [r[0].removesuffix(" *") for r in found.rows[1:6]] == [
         "FedAvg", "FedProx", "LG-FedAvg", "Standalone", "Standalone again",
     ]  # fmt: skip
+
+
+def test_up_to_twelve_clients_with_names_have_their_own_scores(tmp_path: Path) -> None:
+    out = madeup.comparison(tmp_path / "few", ["fedavg", "fedprox", "local"], clients=12)
+    comparison = read_comparison(out)
+    (answer,) = answers.answers_of(comparison)
+    shown = {title.split(", mean")[0]: cells for title, cells in tables_of(answer, comparison.finished)}
+    found = shown["Clients by name, headline in %"]
+    assert list(found) == [f"site {i}" for i in range(12)] and {*found.index} == {"fedavg", "fedprox", "local"}
+    finals = [pd.read_csv(out / "runs" / f"fedprox-s{seed}" / "final.csv").set_index("client") for seed in range(3)]
+    shares = [100 * final.loc[7, "received_correct"] / final.loc[7, "received_total"] for final in finals]
+    assert found.loc["fedprox", "site 7"] == f"{np.mean(shares):.1f} ± {np.std(shares, ddof=1):.1f}"
+    many = read_comparison(madeup.comparison(tmp_path / "many", ["fedavg", "local"], clients=13))
+    assert not any("by name" in title for title, _ in tables_of(answers.answers_of(many)[0], many.finished))
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -337,7 +337,8 @@ class RunResult:
                 [{names["accuracy"]: self.score("global"), names["balanced"]: self.score("global", "balanced")}]
             )
         else:
-            ended = pd.DataFrame([summarise(self.final.to_dict("records"), [protocol])] if len(self.final) else [])
+            told = self.final.filter(like=f"{protocol}_")
+            ended = pd.DataFrame([summarise(told.to_dict("records"), [protocol])] if len(told) else [])
             ended["clients"] = len(self.final)
             pooled = (self.summary.get("pooled") or {}).get(protocol)
             if len(ended) and pooled is not None:

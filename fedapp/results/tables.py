@@ -27,6 +27,8 @@ SCORES = {
     "calibration_before": "global, uncalibrated",
 }  # fmt: skip
 """Columns of results.csv in the first table of a setting, and their heads there."""
+MOST_NAMED = 12
+"""Up to so many clients with names of their own have a column each."""
 
 
 def meaning(runs: Sequence[RunResult]) -> str:
@@ -95,6 +97,18 @@ def _privacy(rows: pd.DataFrame) -> str:
     return str(rows.sort_values("privacy_epsilon")["privacy"].iloc[-1])  # the largest; unknown ones come last
 
 
+def _named_clients(runs: Sequence[RunResult]) -> pd.DataFrame:
+    """Return the headline score of each client that has a name of its own, by method; empty for many clients."""
+    scores: dict[str, list[pd.Series]] = {}
+    for run in runs:
+        counts = run.headline_counts()
+        if run.names and len(counts) <= MOST_NAMED:
+            counts = counts.rename(index=dict(enumerate(run.names)))
+            scores.setdefault(run.label, []).append(counts["correct"] / counts["total"])
+    by_name = {v: pd.concat(found).groupby(level=0, sort=False).agg(spread) for v, found in scores.items()}
+    return pd.DataFrame(by_name).fillna(DASH).T
+
+
 def tables_of(answer: Answer, runs: Sequence[RunResult]) -> Iterator[tuple[str, pd.DataFrame]]:
     """Yield the tables of a setting: title, and the cells of each method."""
     part, again = answer.finished, answer.again.assign(variant=AGAIN_TITLE)
@@ -137,6 +151,9 @@ def tables_of(answer: Answer, runs: Sequence[RunResult]) -> Iterator[tuple[str, 
             },
         ),
     )
+    by_name = _named_clients([run for run in runs if answer.tells_of(run)])
+    if len(by_name):
+        yield f"Clients by name, headline in %{spread_over}", by_name
     if answer.tests and seeds > 1:
         named = {"headline_worst_tenth": "headline, worst 10 %"}
         columns = {
