@@ -48,7 +48,8 @@ Scores = dict[str, float]
 CHOOSING = "lda, choose"
 HEADS = ("fed3r", "lda", CHOOSING, "fedncm", "fedcof")
 """Methods with `personal=true`, and one with `choose=true`."""
-OF_TEXTS = (*HEADS, "qda")
+OF_TEXTS = (*HEADS, "qda", "fed3r, random features")
+OPTIONS = {"": "personal=true", "choose": "choose=true", "random features": "personal=true random_features=2000"}
 SHOWN = ("fed3r", "lda")
 """Heads of the first table, the same two in every setting."""
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
@@ -300,10 +301,8 @@ def each_alone(rows: Rows, clients: Sequence[ClientSplit], penalty: float) -> di
     return {name: counts_of(right) for name, right in found.items()}
 
 
-def of_the_server(
-    done: RunResult, rows: Rows, clients: Sequence[ClientSplit], central: Central, private: bool
-) -> Scores:
-    """Return the scores of the head that a run's server made, the same for all clients."""
+def of_the_server(done: RunResult, rows: Rows, clients: Sequence[ClientSplit], same: Array | None) -> Scores:
+    """Return the scores of the head that a run's server made; `same` are the classes by the central head, (n,)."""
     guess = np.full(len(rows.y), -1)
     guess[rows.test] = load_model(done.out).predict(rows.x[rows.test]).argmax(axis=1)
     right, truth = guess == rows.y, rows.y[rows.test]
@@ -311,7 +310,6 @@ def of_the_server(
     scores = {"global": done.score("global"), "own": of_clients(counts_of([right[c.test] for c in clients]))["own"],
               "recall": min(float(right[rows.test][truth == c].mean()) for c in np.unique(truth)),
               "auc": further["auc"]["mean"], "ece": further["ece"]["mean"]}  # fmt: skip
-    same = None if private else central.predicted(done.method, done.summary)
     return scores if same is None else scores | {"apart": float((same != guess[rows.test]).sum())}
 
 
@@ -325,14 +323,14 @@ def measure(
     counts: dict[str, Any] = {}
     private = "dp" in given.values
     for name in heads:
-        method, _, choose = name.partition(", ")
-        args = "" if private else f"{choose or 'personal'}=true"
-        folder = out / setting / f"{method}{choose}-s{seed}"
+        method, _, option = name.partition(", ")
+        choose = option == "choose"
+        folder = out / setting / f"{name.replace(', ', '-').replace(' ', '-')}-s{seed}"
         scores: Scores = {}
         if not (done := RunResult(folder)).ok:
             shutil.rmtree(folder, ignore_errors=True)  # of a command that was stopped
             began = time.process_time()
-            done = run(method=method, method_args=args, out=folder, **common)
+            done = run(method=method, method_args="" if private else OPTIONS[option], out=folder, **common)
             scores["seconds"] = time.process_time() - began
         scores["bytes"] = float(sum(n for key, n in done.summary.items() if key.startswith("bytes_up_query")))
         clients = Partition.load(done.out / "partition.npz").clients
@@ -346,7 +344,8 @@ def measure(
             kept_own = done.summary["choice"]["own"]
             misses = np.minimum(0, accuracies(delivered) - accuracies(counts["lda"]))
             scores |= {"own_heads": float(kept_own), "harm": float(misses.mean())}
-        found[name] = scores if choose else scores | of_the_server(done, rows, clients, central, private)
+        alike = None if private or option else central.predicted(method, done.summary)
+        found[name] = scores if choose else scores | of_the_server(done, rows, clients, alike)
     found["alone"] = {**of_clients(counts["logistic"]), **sizes(rows.y, clients)}
     found["alone-lda"] = of_clients(counts["lda"])
     found["majority"] = of_clients(counts["majority"])
@@ -393,8 +392,8 @@ def cell(runs: Sequence[Scores], name: str, factor: float = 100.0, digits: int =
 
 def title(model: str) -> str:
     """Return a model's name in a table."""
-    method, *choose = model.split(", ")
-    return MODELS.get(model) or ", ".join([registry.get(method).title, *choose])
+    method, *option = model.split(", ")
+    return MODELS.get(model) or ", ".join([registry.get(method).title, *option])
 
 
 def setting_table(runs: Mapping[str, Sequence[Scores]]) -> list[str]:
