@@ -461,7 +461,9 @@ def answer(kept: Kept) -> list[str]:
     names = [title(head) for head in SHOWN]
     all_rows, own_rows = ("|".join(f"{name}, {score}" for name in names) for score in ("global", "own"))
     heads = f"setting|rows of a client:|{all_rows}|central|{own_rows}|{title(CHOOSING)}, own|alone|majority"
-    return [" ".join([*exactness(known), *comparison(known)]), "", *markdown(heads, rows)]
+    first, *others = comparison(known)
+    paragraphs = [" ".join(exactness(known)), first, *([" ".join(others)] if others else [])]
+    return [*(line for text in paragraphs for line in (text, "")), *markdown(heads, rows)]
 
 
 def mean_gain(runs: Sequence[Scores], name: str) -> float:
