@@ -1,4 +1,4 @@
-"""The tables of docs/choosing.md: `python -m reproduction study choosing --data DIR --out runs/choosing`.
+"""Tables and picture of docs/choosing.md: `python -m reproduction study choosing --data DIR --out runs/choosing`.
 
 Every method of the registry runs at its own defaults on the blocks of `choosing.toml`. Finished runs
 are not run again and broken ones go on from their checkpoint, so the command can be stopped and started at any time.
@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from benchmarks.pages import markdown, replaced
 from fedapp import config as configuration
@@ -35,6 +35,8 @@ from fedapp.experiments.jobs import common_public
 from fedapp.experiments.shipped import Entry, Value, read
 from fedapp.results import statistics
 from fedapp.results.directory import write_text
+from fedapp.results.figures import plots
+from fedapp.results.figures.style import Drawing
 from fedapp.results.intervals import Difference, differences_of, margin_of
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import DASH
@@ -44,6 +46,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 AGAIN = "again"
 """Training alone with the same partition and the next training seed; its difference to training alone is chance."""
 UNMEASURED = "*Not measured yet.*"
+FOLDED = "<details markdown><summary>{}</summary>"
+NEEDS = ("different networks", "one model for all", "one network, a model each")
+"""Leaves of the flow chart."""
+PICTURE = "pictures/gain-by-rows.svg"
 
 
 class Block(Entry):
@@ -240,6 +246,11 @@ class Compared:
         return sorted(found, key=lambda m: -abs(self.methods[m].mean))
 
 
+def counts_of(scores: ArrayLike, total: Sequence[int]) -> pd.DataFrame:
+    """Return correct and all test rows of each client."""
+    return pd.DataFrame({"correct": np.rint(np.asarray(scores) * np.asarray(total)), "total": total})
+
+
 def compared(runs: Collection[Kept], block: str) -> Compared | None:
     """Compare the methods of a block with training alone; None where that lacks seeds."""
     measured = {"local", *(run.method for run in runs)}
@@ -254,8 +265,7 @@ def compared(runs: Collection[Kept], block: str) -> Compared | None:
         return np.array(run.trained if name in (AGAIN, "local") else getattr(run, headline(name)))
 
     def counts(run: Kept, name: str) -> pd.DataFrame:
-        total = np.array(run.total)
-        return pd.DataFrame({"correct": np.rint(score(run, name) * total), "total": total})
+        return counts_of(score(run, name), run.total)
 
     def all_classes(runs: Mapping[int, Kept], name: str) -> float:
         return float(np.mean([getattr(r, f"{headline(name)}_all") for r in runs.values()]))
@@ -290,15 +300,17 @@ def in_points(found: Difference) -> str:
     return f"{100 * found.mean:+.1f} ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
 
 
-def every_block(runs: Sequence[Kept]) -> list[tuple[Block, Compared]]:
+Comparisons = Sequence[tuple[Block, Compared]]
+
+
+def every_block(runs: Sequence[Kept]) -> Comparisons:
     """Return the blocks that can be compared, with their comparisons."""
     blocks = [(block, compared(runs, block.id)) for block in definition().block]
     return [(block, found) for block, found in blocks if found is not None]
 
 
-def answer(runs: Sequence[Kept]) -> list[str]:
-    """Return the sentences and the table with which the page begins."""
-    known = every_block(runs)
+def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
+    """Return the sentences with which the page begins, and the table of settings."""
     if not known:
         return [UNMEASURED]
     total = {word: sum(len(c.of(word)) for _, c in known) for word in ("better", "worse", "equal", "open")}
@@ -316,9 +328,11 @@ def answer(runs: Sequence[Kept]) -> list[str]:
             best = "; ".join(f"{title(m)} by {in_points(found.methods[m])} points" for m in found.of("better"))
             said = f"better than training alone: {best}" if best else "no method is better than training alone"
             lines.append(f"With a part of the clients in each round ({block.title}), {said}.")
-    lines.append("A client loses where its correct test rows fall by more than one standard error of the difference.")
+    if best := [f"{title(m)} {in_points(c.methods[m])} points ({b.title})" for b, c in known for m in c.of("better")]:
+        lines.append(f"Better: {'; '.join(best)}.")
+    harm = "A client loses where its correct test rows fall by more than one standard error of the difference."
     if chance := [100 * c.harm[AGAIN][2] / sum(c.harm[AGAIN]) for _, c in known if AGAIN in c.harm]:
-        lines[-1] += (
+        harm += (
             f" Training alone, run again with another training seed, makes {min(chance):.0f} to {max(chance):.0f} % of "
             "the clients of a setting lose by chance."
         )
@@ -345,23 +359,43 @@ def answer(runs: Sequence[Kept]) -> list[str]:
         rows.append(row)
     heads = "setting|alone, %:|better than alone, points|equal / open / worse:|most clients lose"
     heads += "|lose by chance:|highest on all classes, %" if whole else ""
-    return [*(line for text in lines for line in (text, "")), *markdown(heads, rows)]
+    return [
+        " ".join(lines), "", FOLDED.format("Setting by setting"), "",
+        harm, "", *markdown(heads, rows), "", "</details>", "",
+    ]  # fmt: skip
 
 
-def shortlist(runs: Sequence[Kept]) -> list[str]:
+def listed(known: Comparisons) -> list[str]:
+    """Return the methods that are worse than training alone in no setting."""
+    shown = [m for m in registry.discover() if m != "local" and all(m in c.methods for _, c in known)]
+    return [m for m in shown if not any(m in c.of("worse") for _, c in known)]
+
+
+def reveals_classes(method: str) -> bool:
+    """Whether a method's replies have statistics of single classes at its defaults."""
+    of = registry.get(method)
+    return of.class_threshold(of.hparams()) is not None
+
+
+def shortlist(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     """Return the methods that are worse than training alone in no setting, by what they need and reveal."""
-    known = every_block(runs)
     if not known:
         return [UNMEASURED]
     sent = {r.method: r.bytes_up for r in runs if r.block == known[0][0].id}
     measured = len(sent.keys() - {"local", AGAIN})
-    shown = [m for m in registry.discover() if m != "local" and all(m in c.methods for _, c in known)]
-    shown = [m for m in shown if not any(m in c.of("worse") for _, c in known)]
+    shown = listed(known)
+    least = {m: min(c.methods[m].mean for _, c in known) for m in shown}
+    leaves: dict[tuple[str, bool], list[str]] = {(need, facts): [] for need in NEEDS for facts in (False, True)}
+    for method in sorted(shown, key=lambda m: -least[m]):
+        of = registry.get(method)
+        need = NEEDS[0 if of.heterogeneous else 1 if of.global_model else 2]
+        text = f"[{title(method)}](methods/{method}.md) {100 * least[method]:+.1f}"
+        leaves[need, reveals_classes(method)].append(text)
+    short = [(need, "yes" if facts else "no", ", ".join(found) or "none") for (need, facts), found in leaves.items()]
 
     def needs(method: str) -> tuple[bool, bool, bool, float]:
         of = registry.get(method)
-        reveals = of.class_threshold(of.hparams()) is not None
-        return not of.heterogeneous, reveals, bool(of.public_share), sent[method]
+        return not of.heterogeneous, reveals_classes(method), bool(of.public_share), sent[method]
 
     rows: list[tuple[str, ...]] = [(title("local"), "any", "no", "0.0", *[DASH] * 3)]
     for method in sorted(shown, key=needs):
@@ -375,16 +409,50 @@ def shortlist(runs: Sequence[Kept]) -> list[str]:
         ))  # fmt: skip
     heads = "method|architectures|reveals classes|up, kB:|better / equal / open:|lowest, points|highest, points"
     return [
-        f"{counted(len(shown), 'method')} of {measured} are worse than training alone in no setting. "
-        "They are sorted by needs, revealed classes and bytes. *Lowest* and *highest*: difference to training alone in "
-        "a setting.",
-        "", *markdown(heads, rows),
+        f"{counted(len(shown), 'method')} of {measured} are worse than training alone in no setting. The number is the "
+        "difference in the worst setting, in points.",
+        "", *markdown("need|facts of classes|methods", short), "",
+        FOLDED.format("Needs, bytes and intervals of these methods"), "",
+        "*Lowest* and *highest*: difference to training alone in a setting.",
+        "", *markdown(heads, rows), "", "</details>", "",
     ]  # fmt: skip
 
 
-def page(text: str, runs: Sequence[Kept]) -> str:
-    """Return the page with the answer and the shortlist that `runs` give."""
-    return replaced(replaced(text, "answer", answer(runs)), "shortlist", shortlist(runs))
+def gains(runs: Sequence[Kept], known: Comparisons) -> Drawing | None:
+    """Draw each client's median gain with the methods of the shortlist against its training rows.
+
+    Returns None where no setting is complete or the shortlist is empty.
+    """
+    by, tables = {(r.block, r.method, r.seed): r for r in runs}, []
+    methods = listed(known) if known else []
+    for (block, _), seed in itertools.product(known if methods else (), range(definition().seeds)):
+        alone = by[block.id, "local", seed]
+        median = np.median([getattr(by[block.id, m, seed], headline(m)) for m in methods], axis=0)
+        right = pd.DataFrame({"correct": median * np.array(alone.total), "total": alone.total})
+        sides = statistics.sides(right, counts_of(alone.trained, alone.total))
+        tables.append(sides.join(pd.Series(alone.rows, name="rows")))
+    if not tables:
+        return None
+    table = pd.concat(tables)
+    gain, half = 100 * (table["score"] - table["alone"]), table["rows"].median()
+    few, many = (float(gain[side].mean()) for side in (table["rows"] <= half, table["rows"] > half))
+    caption = (
+        f"A mark is a client of one seed, its gain the median over the {counted(len(methods), 'method')} of the "
+        f"shortlist. Of {len(table)} clients, those with at most {half:.0f} training rows gain {few:+.1f} points on "
+        f"average, those with more {many:+.1f}."
+    )
+    figure = plots.gain_by_rows({counted(len(known), "setting"): (table, [""] * len(table))})
+    return Drawing("gain-by-rows", "", caption, "Scatter plot of gains in points against training rows", figure)
+
+
+def page(text: str, runs: Sequence[Kept]) -> tuple[str, str]:
+    """Return the page with the answer, the shortlist and the gains that `runs` give, and the picture of the gains."""
+    known = every_block(runs)
+    drawing = gains(runs, known)
+    shown = [UNMEASURED] if drawing is None else [drawing.caption, "", f"![{drawing.alt}]({PICTURE})"]
+    for name, lines in {"answer": answer(runs, known), "shortlist": shortlist(runs, known), "gains": shown}.items():
+        text = replaced(text, name, lines)
+    return text, "" if drawing is None else f"{drawing.svg(text=False)}<!-- {drawing.caption} -->\n"
 
 
 def named(text: str, known: Sequence[str], what: str) -> list[str]:
@@ -420,7 +488,10 @@ def main() -> int:
         if args.out is not None:
             well = run(args.out, args.data, chosen, methods, args.kept, args.workers, args.minutes)
         kept = load(args.kept)
-        args.doc.write_text(page(args.doc.read_text(encoding="utf-8"), list(kept.values())), encoding="utf-8")
+        text, picture = page(args.doc.read_text(encoding="utf-8"), list(kept.values()))
+        write_text(args.doc, text)
+        if picture:
+            write_text(args.doc.parent / PICTURE, picture)
     except BadRequest as e:
         sys.stderr.write(f"choosing: {e}\n")
         return 2

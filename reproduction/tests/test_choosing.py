@@ -18,7 +18,7 @@ from reproduction.studies import choosing
 from reproduction.studies.choosing import Block, Kept, definition, digest
 
 BLOCK = definition().block[0]
-PAGE = "".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\nbetween\n" for name in ("answer", "shortlist"))
+PAGE = "".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\nbetween\n" for name in ("answer", "shortlist", "gains"))
 
 
 def kept(method: str, seed: int, trained: list[float]) -> Kept:
@@ -31,7 +31,10 @@ def kept(method: str, seed: int, trained: list[float]) -> Kept:
 def test_the_page_holds_the_tables_of_the_kept_runs() -> None:
     text = (choosing.DOCS / "choosing.md").read_text(encoding="utf-8")
     kept = choosing.load(choosing.DOCS / "choosing.jsonl")
-    assert choosing.page(text, list(kept.values())) == text, "run: python -m reproduction study choosing"
+    made, picture = choosing.page(text, list(kept.values()))
+    assert made == text, "run: python -m reproduction study choosing"
+    caption = picture.rpartition("<!-- ")[2]
+    assert (choosing.DOCS / choosing.PICTURE).read_text(encoding="utf-8").endswith(f"<!-- {caption}")
     blocks, methods = {block for block, _, _ in kept}, {method for _, method, _ in kept}
     every = {(block, method, seed) for block in blocks for method in methods for seed in range(3)}
     assert not every - kept.keys(), "a method that is measured in one setting is measured in all"
@@ -101,9 +104,10 @@ def test_one_command_runs_what_is_missing_and_makes_the_page(
     monkeypatch.setattr("sys.argv", run)
     assert choosing.main() == 0 and "3 to run" in capsys.readouterr().err
     text = page.read_text()
-    assert "In 1 setting with 1 seed each" in text and "| FedGH |" in text and text.count("between") == 2
+    assert "In 1 setting with 1 seed each" in text and "| FedGH |" in text and text.count("between") == 3
     unmeasured = text.partition("Not measured yet: ")[2].partition(".\n")[0].split("; ")
     assert unmeasured == [block.title for block in definition().block[1:]]
+    assert (tmp_path / choosing.PICTURE).is_file(), "the picture of the gains"
     assert begun == ["digits/fedgh-s0", "digits/local-s0", "digits/again-s0"]
     runs = choosing.load(lines)
     alone, again, fedgh = (runs["digits", name, 0] for name in ("local", choosing.AGAIN, "fedgh"))
@@ -129,10 +133,14 @@ def with_rows(block: Block, method: str, seed: int, share: float, everywhere: fl
     """A run of ten clients with 100 test rows each, which all have the same score."""
     scores = [share] * 10
     return Kept(
-        block=block.id, method=method, seed=seed, made="", fedapp="0", rows=(50,) * 10, total=(100,) * 10,
+        block=block.id, method=method, seed=seed, made="", fedapp="0", rows=(50, 80) * 5, total=(100,) * 10,
         received=scores, trained=scores, received_all=(everywhere,) * 10, trained_all=(everywhere,) * 10,
         bytes_up=2600, bytes_down=2600, seconds=1,
     )  # fmt: skip
+
+
+def first_lines(runs: list[Kept]) -> str:
+    return "\n".join(choosing.answer(runs, choosing.every_block(runs)))
 
 
 def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +156,7 @@ def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.Mon
         for block in blocks for method, shift in shifts.items() for seed in range(3)
     ]  # fmt: skip
     runs.append(with_rows(blocks[0], "fedper", 0, 0.5, 0.4))  # one seed of three
-    text = "\n".join(choosing.answer(runs))
+    text = first_lines(runs)
     assert "6 comparisons: 2 better, 2 worse, 2 equal within the margin, 0 open." in text
     digits = choosing.compared(runs, "digits")
     assert digits is not None
@@ -166,17 +174,23 @@ def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.Mon
         f"| Digits, 10 clients, Dirichlet 0.5 | 51.0 | FedGH {shown} | 1 / 0 / 1 | FedAvg, 10.0 of 10 | 0.0 "
         "| FedAvg, 70.0 (alone 40.0) |"
     )
-    first, _, *table = choosing.shortlist(runs)
+    first, _, *lines = choosing.shortlist(runs, choosing.every_block(runs))
+    leaves, table = lines[:8], [line for line in lines[8:] if line.startswith("|")]
+    assert leaves[2] == "| different networks | no | [LG-FedAvg](methods/lgfedavg.md) +0.0 |"
+    assert leaves[3] == "| different networks | yes | [FedGH](methods/fedgh.md) +5.0 |"
+    assert leaves[4:] == [f"| {need} | {facts} | none |" for need in choosing.NEEDS[1:] for facts in ("no", "yes")]
     assert first.startswith("2 methods of 4 are worse than training alone in no setting.")
     assert [line.split(" | ")[0] for line in table[2:]] == ["| Standalone", "| LG-FedAvg", "| FedGH"], (
         "by what is revealed"
     )
     assert "any | yes | 2.6 | 2 / 0 / 0 |" in table[-1]
-    page = choosing.page(PAGE, runs)
-    assert text in page and page.count("between") == 2
+    page, picture = choosing.page(PAGE, runs)
+    assert text in page and page.count("between") == 3
+    told = "Of 60 clients, those with at most 65 training rows gain +2.5 points on average, those with more +2.5."
+    assert told in page and told in picture, "the median of +0 and +5 points"
     unequal = [run for run in runs if (run.block, run.method, run.seed) != ("digits", "again", 2)]
-    text = "\n".join(choosing.answer(unequal))
+    text = first_lines(unequal)
     assert "| 1 / 0 / 1 | FedAvg, 10.0 of 10 |\n" in text, "columns that not every setting can fill are left out"
     fewer = [run for run in runs if (run.block, run.method, run.seed) != ("digits", "local", 2)]
-    assert "Not measured yet: Digits" in "\n".join(choosing.answer(fewer))
-    assert choosing.answer([]) == choosing.shortlist([]) == [choosing.UNMEASURED]
+    assert "Not measured yet: Digits" in first_lines(fewer)
+    assert choosing.answer([], []) == choosing.shortlist([], []) == [choosing.UNMEASURED]
