@@ -323,7 +323,7 @@ KINDS: dict[Callable[..., Problem], tuple[str, str, int]] = {
     ccvr_merging: ("CCVR merging", "M = {0}, K = {1}, d = {2}", 3),
     ccvr_sampling: ("CCVR sampling", "K = {1}, {0} draws, d = {2}", 3),
     ccvr_retraining: ("CCVR re-training, an epoch", "K = {1}, {0} draws, d = {2}", 5),
-    fedgh_header: ("FedGH header, a pass", "M = {0}, K = {1}, d = {2}", 3),
+    fedgh_header: ("FedGH head, a pass", "M = {0}, K = {1}, d = {2}", 3),
 }
 """Name and sizes in the table, and turns."""
 

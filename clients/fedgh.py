@@ -10,10 +10,10 @@ ACM MM 2023.
 | LAR  R_k^s       | row of `lar`, mean representation of class s (Eq. 3)            |
 
 Algorithm 1, client k:
-Eq. 5:  the received header replaces the own one (`receive` of the base class)
-Eq. 6:  local training, plain cross-entropy on extractor and header
-Eq. 3:  R_k^s = 1 / |D_k^s| * sum_{i in D_k^s} F_k(phi_k; x_i), with the trained extractor, without augmentation.
-The LARs and their labels are sent. Class counts and the locally trained header are not.
+Eq. 5:  the received head replaces the own one (`receive` of the base class)
+Eq. 6:  local training, plain cross-entropy on body and head
+Eq. 3:  R_k^s = 1 / |D_k^s| * sum_{i in D_k^s} F_k(phi_k; x_i), with the trained body, without augmentation.
+The LARs and their labels are sent. Class counts and the locally trained head are not.
 
 With `dp = example` noised sums and counts of all classes take the place of LARs (`fedapp/privacy/clients.py`).
 """
@@ -32,9 +32,9 @@ from fedapp.method import Arrays, BaseHParams, Payload
 
 
 class FedGHHParams(BaseHParams):
-    """Hyperparameters of FedGH; all but `min_class_count` belong to the server's training of the header."""
+    """Hyperparameters of FedGH; all but `min_class_count` belong to the server's training of the head."""
 
-    header_lr: float = Field(0.01, ge=0, description="eta_theta, learning rate of the header (paper: 0.01)")
+    header_lr: float = Field(0.01, ge=0, description="eta_theta, learning rate of the head (paper: 0.01)")
     header_batch: Literal["sample", "client", "all"] | Annotated[int, Field(ge=1)] = Field(
         "sample",
         description="LARs per step: sample = one (paper, Eq. 4), client = one client's, all = one step on all, or a "
@@ -48,7 +48,7 @@ class FedGHHParams(BaseHParams):
         "run), or sorted by id",
     )
     mode: Literal["trained", "frozen"] = Field(
-        "trained", description="frozen = the header never changes, which is what the released code does"
+        "trained", description="frozen = the head never changes, which is what the released code does"
     )
     min_class_count: int = Field(
         1, ge=1, description="leave out classes with fewer samples: the LAR of one sample is that sample (paper: 1)"
@@ -56,12 +56,12 @@ class FedGHHParams(BaseHParams):
 
 
 class FedGHClient(FedClient):
-    """Trains extractor and received header, then sends one mean representation per class."""
+    """Trains body and received head, then sends one mean representation per class."""
 
     block = 4096
 
     def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
-        """Return what the server trains the header on, and the seconds that it took.
+        """Return what the server trains the head on, and the seconds that it took.
 
         The paper expects half of the seconds of one epoch.
         """

@@ -5,7 +5,7 @@ Prototypes, AAAI 2023.
 |------------------|-----------------------------------------------------------------------------------------|
 | f(x; theta)      | `model.represent(x)`, (B, d)                                                             |
 | W (rows W_c)     | `model.head.weight`, (C, d), rows of length 1, never trained                             |
-| s                | `model.scale`, (1,), trained with the extractor                                          |
+| s                | `model.scale`, (1,), trained with the body                                               |
 | z                | f(x) / ||f(x)||                                                                          |
 | n_kc, mu_kc      | class counts and mean directions of this client: `nh/count`, and `nh/proto_sum` = n mu   |
 
@@ -39,12 +39,12 @@ class FedNHHParams(BaseHParams):
     scale: float = Field(20.0, gt=0, description="s at the start (released code: 1 for its CNN, 20 for ResNet, or 30)")
     train_scale: bool = Field(True, description="whether s is trained and averaged (released code: for 1 and 20)")
     weights: Literal["uniform", "samples"] = Field(
-        "uniform", description="how clients' extractors are averaged: alike (released code), or by n_k as FedAvg does"
+        "uniform", description="how clients' bodies are averaged: alike (released code), or by n_k as FedAvg does"
     )
 
 
 class FedNHClient(FedClient):
-    """Trains the extractor against fixed prototypes, then sends the mean direction of each of its classes."""
+    """Trains the body against fixed prototypes, then sends the mean direction of each of its classes."""
 
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:

@@ -39,7 +39,7 @@ class IFCAHParams(BaseHParams):
     )
     trunk: Literal["clustered", "shared"] = Field(
         "clustered",
-        description="whether each cluster has its own trunk, or one trunk is averaged over all clients and only the "
+        description="whether each cluster has its own body, or one body is averaged over all clients and only the "
         "head is clustered (paper: shared on FEMNIST)",
     )
 

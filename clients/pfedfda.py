@@ -11,7 +11,7 @@
 
 The head is never trained. It is the Bayes rule of Gaussians of one covariance with the client's own class shares,
     W_c = Sigma^-1 mu_c,   b_c = -mu_c^T Sigma^-1 mu_c / 2 + log p_c,   Sigma shrunk by eps towards tr(Sigma)/d I.
-A round: take the received extractor; head := rule of (mu^g, Sigma^g), held fixed while the extractor is trained on the
+A round: take the received body; head := rule of (mu^g, Sigma^g), held fixed while the body is trained on the
 cross-entropy; then mu = beta_1 hat mu + (1 - beta_1) mu^g, Sigma = beta_2 hat Sigma + (1 - beta_2) Sigma^g. These are
 sent, and their rule predicts. beta minimises the cross-entropy over two stratified folds, each scored with what the
 other says. As in the released code the identity is added to every estimated Sigma. That code also adds eps to every
@@ -60,13 +60,13 @@ class PFedFDAHParams(BaseHParams):
 
 
 class PFedFDAClient(FedClient):
-    """Trains the extractor under the rule of the global Gaussians and predicts with the rule of adapted ones."""
+    """Trains the body under the rule of the global Gaussians and predicts with the rule of adapted ones."""
 
     shared: Gaussians
     beta: Float64
 
     def receive(self, payload: Payload) -> None:
-        """Take extractor and Gaussians, and adapt the latter to this client: `received` is the score of their rule."""
+        """Take body and Gaussians, and adapt the latter to this client: `received` is the score of their rule."""
         model, sent = names.split(payload, GAUSSIANS)
         super().receive(model)
         cov = unpack(sent["cov"].astype(np.float64), self.model.width)
@@ -74,12 +74,12 @@ class PFedFDAClient(FedClient):
         self.adapt()
 
     def before_training(self, payload: Payload) -> None:
-        """Put the rule of the global Gaussians behind the extractor."""
+        """Put the rule of the global Gaussians behind the body."""
         super().before_training(payload)
         self.put(self.shared)
 
     def phases(self) -> Sequence[Phase]:
-        """Train the extractor; the head stays as it is."""
+        """Train the body; the head stays as it is."""
         return [Phase(self.step_loss, self.training, ("features.",))]
 
     def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
@@ -90,7 +90,7 @@ class PFedFDAClient(FedClient):
         return {GAUSSIANS + name: array.astype(np.float32) for name, array in arrays.items()}, numbers
 
     def adapt(self) -> Gaussians:
-        """Return the adapted Gaussians of the present extractor, and put their rule behind it."""
+        """Return the adapted Gaussians of the present body, and put their rule behind it."""
         s, y = self.hparams, self.task.y_train.cpu().numpy()
         z = self.representations().double().cpu().numpy()
         if s.beta == "cv":

@@ -40,7 +40,7 @@ T = TypeVar("T")
 BASES = ("base=fedavg", "base=fedprox", "base=fedavgm", "base=moon")
 """Named in the message for an unsuitable base; all other methods with one global model are suitable too."""
 RANDOM = "random: drawn from the seed and never trained"
-"""The summary's text for an extractor of fedapp's own that was not trained and got no weights."""
+"""The summary's text for a body of fedapp's own that was not trained and got no weights."""
 
 
 def on(outer: type[T], base: type[Any], settings: BaseHParams, base_hparams: BaseHParams) -> type[T]:

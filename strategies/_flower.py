@@ -199,7 +199,7 @@ class FlowerStrategy(FedAvg):
     def _take(self, record: ArrayRecord) -> None:
         """Keep the app's initial arrays, and those of them that the method shares: its head, all else, or both.
 
-        The model of a foreign app need not call its trunk `features`. Integer arrays, such as BatchNorm's counters, are
+        The model of a foreign app need not call its body `features`. Integer arrays, such as BatchNorm's counters, are
         never averaged.
         """
         self._whole = arrays_of(record)
@@ -230,7 +230,7 @@ class FlowerStrategy(FedAvg):
                 f"shape (classes,), but they are {weight or 'missing'} and {bias or 'missing'}. Make the last layer an "
                 "nn.Linear with bias, and call it `head`"
             )
-        # A server that treats all layers alike takes a model without a trunk or without a head.
+        # A server that treats all layers alike takes a model without a body or without a head.
         wanted = [prefixes] if method.head == "none" and prefixes else [(p,) for p in prefixes]
         for prefix in wanted:
             if not any(_under(n, prefix) for n in names):
@@ -381,5 +381,5 @@ class FlowerStrategy(FedAvg):
 
 
 def _under(name: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether an array of a foreign app is one that is shared: its trunk is whatever is not called `head`."""
+    """Whether an array of a foreign app is one that is shared: its body is whatever is not called `head`."""
     return name.startswith(prefixes) or ("features." in prefixes and not name.startswith("head."))

@@ -5,7 +5,7 @@ Symbols    C^t -> state["model"]["head.*"]     |D_k| -> reply.num_samples     S_
 Eq. 3:  C^{t+1} = sum_{k in S_t} |D_k| / |D_{S_t}| C_k.  The paper divides by the data of all clients, which would
 shrink the head under partial participation. We divide by the participants' data, as the released code does.
 
-Without contrastive and proximal terms it is LG-FedAvg (tested). `share=all` averages trunks too (Table 3, "+weight").
+Without contrastive and proximal terms it is LG-FedAvg (tested). `share=all` averages bodies too (Table 3, "+weight").
 `share=none` is the control that separates the gain of the federation from that of the local loss: the same initial
 head, the same loss, and each client gets back its own last head instead of an average. With one client both are the
 same (tested).

@@ -27,5 +27,5 @@ METHOD = Method(
     shared=_shared,
     global_model=True,
     linear=False,
-    travels="extractor, projection and scale, both ways",
+    travels="body, projection and scale, both ways",
 )

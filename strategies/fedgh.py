@@ -12,7 +12,7 @@ Eq. 4:  theta <- theta - eta_theta * grad CE(W R_k^s + b, s),  with p = softmax(
         W <- W - eta_theta (p - e_s) R^T,   b <- b - eta_theta (p - e_s).
 All LARs have the same weight: the server does not know from how many samples each was computed.
 
-In the released code the header has no optimizer and never changes; `mode=frozen` does the same.
+In the released code the head has no optimizer and never changes; `mode=frozen` does the same.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def batches(
 
 
 class FedGH(Strategy):
-    """Trains the header on the clients' class means and broadcasts it."""
+    """Trains the head on the clients' class means and broadcasts it."""
 
     records: ClassVar[tuple[str, ...]] = ("covered", "loss", "moved")
 
@@ -144,11 +144,11 @@ class FedGH(Strategy):
         return {}
 
     def passes(self, server_round: int, answers: Sequence[Reply], lars: Sequence[LARs]) -> Iterator[Sequence[LARs]]:
-        """Yield what the header sees in each pass, client by client: their LARs. `answers` are the same clients'."""
+        """Yield what the head sees in each pass, client by client: their LARs. `answers` are the same clients'."""
         return itertools.repeat(lars, self.hparams.header_epochs)
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
-        """Return per round the header's loss on the LARs, how far it moved, and the classes no client sent."""
+        """Return per round the head's loss on the LARs, how far it moved, and the classes no client sent."""
         absent = {str(t): np.flatnonzero(~row).tolist() for t, row in enumerate(state["covered"], start=1)}
         return {
             "header_loss": [tidy(v) for v in state["loss"].tolist()],
@@ -169,6 +169,6 @@ METHOD = Method(
     extra_up=("lar", "labels", NOISED),
     reduces={"train": {"lar": Rows("lar", noised=NOISED, least=LEAST)}},
     heterogeneous=True,
-    travels="class means up, the header down",
+    travels="class means up, the head down",
     columns=("lar-seconds",),
 )

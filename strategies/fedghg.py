@@ -41,7 +41,7 @@ MOST_BETWEEN = 0.5
 
 
 class FedGHG(FedGH):
-    """FedGH whose header sees draws from the clients' class Gaussians."""
+    """FedGH whose head sees draws from the clients' class Gaussians."""
 
     records: ClassVar[tuple[str, ...]] = (*FedGH.records, "between")
 
@@ -123,6 +123,6 @@ METHOD = Method(
     extra_up=("lar", "labels", "cov", "counts"),
     reduces=_reductions,
     heterogeneous=True,
-    travels="class means and variances up, the header down",
+    travels="class means and variances up, the head down",
     columns=("lar-seconds",),
 )

@@ -29,7 +29,7 @@ SHORTEST = 1e-6
 
 
 class FedNH(Strategy):
-    """Averages extractors, and moves prototypes towards the classes' mean directions."""
+    """Averages bodies, and moves prototypes towards the classes' mean directions."""
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Take theta and s, and move W."""
@@ -99,6 +99,6 @@ METHOD = Method(
     reduces=_reductions,
     global_model=True,
     deploy_as="received",
-    travels="the whole model down; extractor, class mean directions and class counts up",
+    travels="the whole model down; body, class mean directions and class counts up",
     defaults=TrainDefaults(clip=10.0),
 )

@@ -1,9 +1,9 @@
-"""LG-FedAvg. Liang et al., Think Locally, Act Globally, 2020: private extractors, averaged heads.
+"""LG-FedAvg. Liang et al., Think Locally, Act Globally, 2020: private bodies, averaged heads.
 
 Symbols    (W, b) -> state["model"]["head.*"]     n_k -> reply.num_samples     m -> the number of participants
 Server:  samples:  head = sum_{k in S_t} (n_k / sum_{j in S_t} n_j) head_k, as FedGH's paper writes it;
          plain:    head = sum_{k in S_t} head_k / m, as the authors' code does.
-It starts from random extractors, as in FedGH's paper: different architectures cannot have a common warm start.
+It starts from random bodies, as in FedGH's paper: different architectures cannot have a common warm start.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 | symbol (paper)       | here                                                                                  |
 |----------------------|---------------------------------------------------------------------------------------|
-| theta                | state["model"]["features.*"]: the extractor                                           |
+| theta                | state["model"]["features.*"]: the body                                                |
 | mu^g, Sigma^g        | state["model"]["gaussians/mean"] (C, d), ["gaussians/cov"] packed, (d (d + 1) / 2,)   |
 | n_i                  | reply.num_samples                                                                     |
 
@@ -22,10 +22,10 @@ from strategies.base import Strategy
 
 
 class PFedFDA(Strategy):
-    """Averages extractors and the clients' adapted Gaussians."""
+    """Averages bodies and the clients' adapted Gaussians."""
 
     def init(self, context: ServerContext) -> ServerState:
-        """Return the initial extractor and Gaussians that know nothing."""
+        """Return the initial body and Gaussians that know nothing."""
         state, shape = super().init(context), (context.num_classes, context.width)
         mean, cov = context.rng("gaussians").random(shape), pack(np.eye(context.width))
         start = {GAUSSIANS + "mean": mean.astype(np.float32), GAUSSIANS + "cov": cov.astype(np.float32)}

@@ -150,7 +150,7 @@ def test_methods_are_chosen_by_what_they_declare() -> None:
 def test_the_facts_of_a_method_are_its_declarations(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = " ".join(on_terminal(monkeypatch, "methods", "fedgh").split())
     for part in (
-        "payload class means up, the header down kb up 2.3 kb down 2.6", "counted on digits with the model digits-a",
+        "payload class means up, the head down kb up 2.3 kb down 2.6", "counted on digits with the model digits-a",
         "class info yes class threshold min_class_count", "different architectures yes", "global model no",
         "docs/methods/fedgh.md", "authors settings 0.01, 1, 50; clients SGD", '--method "fedgh(header_lr=0.01)"',
         "header_epochs whole number, at least 1; default 1 passes over the LARs",

@@ -116,7 +116,7 @@ def _check_model(config: RunConfig, method: Method, hparams: BaseHParams) -> Non
         )
     if several and "features." in method.shared_prefixes(hparams):
         raise BadRequest(
-            f"{config.federation.method} with these method-args shares extractors, so all clients need one "
+            f"{config.federation.method} with these method-args shares bodies, so all clients need one "
             "architecture: give one model, or change method-args"
         )
 

@@ -126,7 +126,7 @@ def _check_example(config: RunConfig, method: Method, hparams: BaseHParams) -> N
     if len(set(config.model.names)) > 1:
         raise _refused(
             config,
-            "extractors stay as they are given, and means of different ones say nothing together: give one model",
+            "bodies stay as they are given, and means of different ones say nothing together: give one model",
         )
 
 

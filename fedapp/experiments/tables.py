@@ -37,7 +37,7 @@ MEASURES = (
 )
 """What methods are compared on: the score that each is judged by, and columns of final.csv."""
 FEWEST_CLIENTS = 20
-"""Fewer clients have no worst tenth."""
+"""Fewer clients have no worst 10 %."""
 SPREAD = ("std", "worst_decile", "worst")
 """What the tables say of a metric besides its mean over clients."""
 

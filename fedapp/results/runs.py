@@ -438,7 +438,7 @@ class RunResult:
         return 1 / rows if rows > 0 else math.nan
 
     def weakest(self, protocol: str) -> tuple[float, float]:
-        """Return the final accuracy of the worst client, and the mean of the worst tenth of the clients."""
+        """Return the final accuracy of the worst client, and the mean of the worst 10 % of the clients."""
         return worst(self.final.get(f"{protocol}_accuracy", ()))
 
 

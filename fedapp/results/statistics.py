@@ -79,7 +79,7 @@ def harm(counts: pd.DataFrame, alone: pd.DataFrame) -> tuple[float, float, float
 
 
 def over_clients(values: Iterable[float], low_is_good: bool = False) -> dict[str, float]:
-    """Return mean, standard deviation (ddof 0), the mean of the worst tenth of the clients, and the worst client.
+    """Return mean, standard deviation (ddof 0), the mean of the worst 10 % of the clients, and the worst client.
 
     The worst client is `min`, or `max` for a score that is better where it is lower, such as a loss.
     """

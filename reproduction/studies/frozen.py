@@ -264,7 +264,7 @@ def accuracies(counts: pd.DataFrame) -> pd.Series:
 
 
 def of_clients(counts: pd.DataFrame, name: str = "own") -> Scores:
-    """Return the mean over clients and over their worst tenth."""
+    """Return the mean over clients and over their worst 10 %."""
     accuracy = accuracies(counts)
     return {name: float(accuracy.mean()), "worst": worst(accuracy)[1]}
 

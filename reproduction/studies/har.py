@@ -40,7 +40,7 @@ LEVELS = {
     "fedper": ("92.8 ± 1.0 / 63.5 ± 3.5", "95.6 ± 0.8 / 67.0 ± 0.4"),
     "lgfedavg": ("95.5 ± 0.8 / 74.6 ± 3.1", "95.5 ± 0.8 / 75.0 ± 3.3"),
 }
-"""The reference implementation's `received` and `trained`: mean over persons / worst tenth, in percent, 3 seeds."""
+"""The reference implementation's `received` and `trained`: mean over persons / worst 10 %, in percent, 3 seeds."""
 
 
 class Kept(Entry):
@@ -103,7 +103,7 @@ def final(run: RunResult, score: str) -> pd.Series:
 
 
 def both(scores: Sequence[Any]) -> str:
-    """Write mean over clients and mean of their worst tenth, each mean ± std over seeds; scores by seed and client."""
+    """Write mean over clients and mean of their worst 10 %, each mean ± std over seeds; scores by seed and client."""
     return f"{spread(np.mean(s) for s in scores)} / {spread(worst(s)[1] for s in scores)}"
 
 

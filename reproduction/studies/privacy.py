@@ -1,6 +1,6 @@
 """The measured tables of docs/privacy.md: `python -m reproduction study privacy --data DIR`.
 
-`accuracy` : global accuracy against epsilon of heads from noised statistics, on an extractor that was trained on other
+`accuracy` : global accuracy against epsilon of heads from noised statistics, on a body that was trained on other
 data. Features are read once for each data set and seed. What the clients release and what the server makes of it is the
 code of a run (`fedapp.privacy.statistics`, `core.privacy.noised`, the strategies), so a cell with noise at each client
 is the score of a run with these keys. Noise on the sum: each client adds its share of the variance
@@ -82,12 +82,12 @@ SHOWN = ("fedgh", "ccvr", "fed3r", "fedncm")
 
 @dataclass(frozen=True)
 class Source:
-    """A data set, and the other one that its extractor is trained on.
+    """A data set, and the other one that its body is trained on.
 
     Attributes
     ----------
-    title, note : for the tables.   public : of the extractor, by its file in the folder of data.   model : of both.
-    side : of the extractor's images after averaging, 0 = as they are.   fraction : share of the data set's images that
+    title, note : for the tables.   public : of the body, by its file in the folder of data.   model : of both.
+    side : of the body's images after averaging, 0 = as they are.   fraction : share of the data set's images that
         is used.
     """
 
@@ -99,12 +99,10 @@ class Source:
     fraction: float = 1.0
 
 
-TENTH = (
-    "a tenth of the images, 6,000 for training and 1,000 for the test; `fedproto-a`, 50 features, extractor trained on"
-)
+TENTH = "a tenth of the images, 6,000 for training and 1,000 for the test; `fedproto-a`, 50 features, body trained on"
 SOURCES = {
     "digits": Source(
-        "Digits", "all 1,797 images; `digits-a`, 64 features, extractor trained on MNIST averaged to 8 × 8 pixels",
+        "Digits", "all 1,797 images; `digits-a`, 64 features, body trained on MNIST averaged to 8 × 8 pixels",
         "mnist", "digits-a", 8,
     ),
     "mnist": Source("MNIST", f"{TENTH} Fashion-MNIST", "fashion_mnist", "fedproto-a", fraction=0.1),
@@ -147,7 +145,7 @@ def shrunk(images: Array, side: int) -> Array:
 
 
 def extractor(data: Path, source: Source, seed: int, folder: Path) -> Path:
-    """Train an extractor on a tenth of another data set's training images, and return its file of weights.
+    """Train a body on a tenth of another data set's training images, and return its file of weights.
 
     The run is FedAvg with one client: 3 rounds of one epoch at the method's defaults.
     """
@@ -323,7 +321,7 @@ BETAS = (0.125, 0.25, 0.5, 1.0, 2.0)
 FLOORS = (0.0, 0.25, 0.5, 1.0, 2.0)
 """Least eigenvalues, in multiples of the largest one that noise alone has, see `edge`."""
 PUBLIC, VALIDATION = 7, 4
-"""Persons of HAR's training split whose windows train the extractor, and whose windows the head is scored on."""
+"""Persons of HAR's training split whose windows train the body, and whose windows the head is scored on."""
 CHOSEN_BY = (0.5, 2.0, 8.0)
 
 
@@ -350,7 +348,7 @@ def least(value: float) -> Iterator[None]:
 
 
 def read_persons(data: Path, seed: int, folder: Path) -> Features:
-    """Read features of HAR's training persons: ten are clients, others train the extractor or are the test."""
+    """Read features of HAR's training persons: ten are clients, others train the body or are the test."""
     with np.load(data / "har.npz") as stored:
         rows = stored["split"] == "train"
         x, y, person = stored["x"][rows], stored["y"][rows], stored["client"][rows]
