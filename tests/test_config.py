@@ -386,7 +386,7 @@ def test_methods_lists_a_line_each_when_stdout_is_no_terminal(fedapp: Callable[.
     code, said, _ = fedapp("methods")
     assert code == 0
     lines = said.splitlines()
-    assert [line.split("\t")[0] for line in lines][:4] == ["fedclassavg", "cwfedavg", "fedgh", "ccvr"]
+    assert [line.split("\t")[0] for line in lines][:4] == ["id", "fedclassavg", "cwfedavg", "fedgh"]
     assert all(len(line.split("\t")) == 8 for line in lines)
 
 

@@ -140,7 +140,7 @@ def test_methods_are_chosen_by_what_they_declare() -> None:
         "--no-class-info": [m.id for m in every if m.class_threshold(m.hparams()) is None],
         "--global-model": [m.id for m in every if m.global_model],
     }.items():
-        assert [row[0] for row in lines("methods", option)] == wanted
+        assert [row[0] for row in lines("methods", option)] == ["id", *wanted]
         assert [m["id"] for m in json.loads(printed("methods", option, "--json"))] == wanted
     found = json.loads(printed("methods", "fedprox", "--json"))
     assert found["hyperparameters"]["mu"]["default"] == 0.01 and found["kb_up"] == 153.1

@@ -106,7 +106,7 @@ def methods(
     rows = [
         (name, title, "any" if several == "yes" else "one", *further) for name, title, several, _, _, *further in piped
     ]
-    show("", ("id", "method", "architectures", "global", "classes", "kB up"), rows, piped, COLUMNS)
+    show("", ("id", "method", "architectures", "global", "classes", "kB up"), rows, [facts_of, *piped], COLUMNS)
 
 
 def _cell(value: object) -> str:
