@@ -182,12 +182,23 @@ def test_phrases_are_found_in_pages_and_messages_but_not_in_docstrings(tmp_path:
 
 def test_the_picture_of_a_method_has_what_it_declares_to_send() -> None:
     every = {m.id: site_pages.flows(m) for m in registry.discover().values()}
-    assert every["fedgh"] == {"down": "the header", "up": "class means", "once": ""}
+    assert every["fedgh"] == {"down": "the head", "up": "class means", "once": ""}
     assert every["fedbabu"] == {"down": "the whole model", "up": "the body", "once": ""}
     assert every["pccvr"] == every["ccvr"] and every["ccvr"]["once"] == "count, mean and covariance of every class"
     assert not [m for m, found in every.items() if re.search(r"\b(down|ways|once)\b", " ".join(found.values()))]
     picture = site_pages.scheme(registry.get("fedgh"))
-    assert "↓ the header" in picture and "↑ class means" in picture and "keep their body" in picture
+    assert "↓ the head" in picture and "↑ class means" in picture and "keep their body" in picture
+
+
+@pytest.mark.parametrize("method", [m for m in registry.ORDER if m != "local"])
+def test_pages_of_methods_have_the_same_parts(method: str) -> None:
+    """Standalone exchanges nothing; a method of no paper has none to differ from."""
+    text = (DOCS / "methods" / f"{method}.md").read_text(encoding="utf-8")
+    parts = ["**Use it when**", "**Not ", "## Formula", "$$", "## Payload"]
+    if re.search(r": \*.+\*, ", text):
+        parts.append("## Where we differ")
+    assert [part for part in parts if part not in text] == []
+    assert [text.index(part) for part in parts] == sorted(text.index(part) for part in parts)
 
 
 def test_phrases_that_plain_english_avoids_do_not_come_back() -> None:

@@ -1,10 +1,10 @@
-"""All pictures of docs/figures.md, by the commands on that page.
+"""All pictures of docs/figures.md, and of heads on the pages of methods, by the commands on these pages.
 
 `python -m reproduction study figures --data DIR`
 
 The commands run in OUT, one after the other; those whose folder is complete are not run again. Each picture is then
-drawn from the runs that its section names, and docs/figures/drawn.json notes with which commands. A test compares
-these notes with the page, so that no picture is older than its commands.
+drawn from the runs that its section or its command names, and docs/figures/drawn.json notes with which commands. A test compares
+these notes with the pages, so that no picture is older than its commands.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from reproduction.figures import papers
 
 PAGE = Path(__file__).parents[2] / "docs" / "figures.md"
 DRAWN = PAGE.parent / "figures" / "drawn.json"
+OTHERS = tuple(PAGE.parent / "methods" / f"{name}.md" for name in ("fedgh", "fedclassavg"))
+"""Pages with a picture of heads and its commands: the last one draws it from the folder of its name."""
 OUT = re.compile(r"--out (runs/[\w-]+)")
 
 
@@ -45,6 +47,11 @@ class Picture(NamedTuple):
         return hashlib.sha256(json.dumps(self[1:]).encode()).hexdigest()
 
 
+def all_pages() -> str:
+    """Return the text of the pages."""
+    return "\n".join(page.read_text(encoding="utf-8") for page in (PAGE, *OTHERS))
+
+
 def commands_of(text: str) -> dict[str, str]:
     """Return the page's commands that make runs, by their folder."""
     blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
@@ -53,7 +60,7 @@ def commands_of(text: str) -> dict[str, str]:
 
 
 def pictures_of(text: str) -> list[Picture]:
-    """Return the pictures of the page in its order.
+    """Return the pictures of the pages in their order.
 
     Raises
     ------
@@ -75,6 +82,9 @@ def pictures_of(text: str) -> list[Picture]:
             if missing := made - set(commands):
                 raise BadRequest(f"{figure}: no command of the page makes {', '.join(sorted(missing))}")
             found.append(Picture(file, figure, tuple(own), tuple(commands[m] for m in sorted(made))))
+    drawn = re.findall(r"^python -m reproduction figure (\S+) (.+) --out (\S+-heads\.png)$", text, re.MULTILINE)
+    for figure, folders, file in drawn:
+        found.append(Picture(file, figure, tuple(folders.split()), (commands[f"runs/{Path(file).stem}"],)))
     return found
 
 
@@ -105,7 +115,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder with mnist.npz")
     parser.add_argument("--out", type=Path, default=Path("runs/figures"), help="folder in which the commands run")
     args = parser.parse_args()
-    text = PAGE.read_text(encoding="utf-8")
+    text = all_pages()
     pictures = pictures_of(text)
     failed = run_commands(commands_of(text), args.out, args.data.expanduser().absolute())
     drawn = json.loads(DRAWN.read_text()) if DRAWN.is_file() else {}

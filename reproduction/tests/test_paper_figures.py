@@ -107,7 +107,7 @@ def test_the_toy_example_says_what_its_lines_are() -> None:
 
 def test_every_picture_was_drawn_by_the_commands_of_the_page() -> None:
     """`python -m reproduction study figures` draws those that are not."""
-    pictures = study.pictures_of(PAGE.read_text(encoding="utf-8"))
+    pictures = study.pictures_of(study.all_pages())
     assert {p.figure for p in pictures} == set(papers.PAPERS)
     assert json.loads(study.DRAWN.read_text()) == {p.file: p.digest for p in pictures}
 
