@@ -29,11 +29,11 @@ class BiasModel(SplitModel):
 
 
 class ETFModel(SplitModel):
-    """A trunk, a trained projection, and a simplex that stays: logits s * cos(u, M_c).
+    """A body, a trained projection, and a simplex that stays: logits s * cos(u, M_c).
 
     Parameters
     ----------
-    base : model whose trunk and head are taken over; the head is the projection.   scale : s.
+    base : model whose body and head are taken over; the head is the projection.   scale : s.
     """
 
     def __init__(self, base: SplitModel, *, scale: float, train_scale: bool) -> None:
@@ -54,7 +54,7 @@ class RoDModel(SplitModel):
 
     Parameters
     ----------
-    base : model whose trunk and head are taken over; the personal head begins with zeros.
+    base : model whose body and head are taken over; the personal head begins with zeros.
     """
 
     def __init__(self, base: SplitModel) -> None:
@@ -74,11 +74,11 @@ class RoDModel(SplitModel):
 
 
 class PrototypeModel(SplitModel):
-    """A trunk whose head compares directions: logits s * cos(represent(x), W_c).
+    """A body whose head compares directions: logits s * cos(represent(x), W_c).
 
     Parameters
     ----------
-    base : model whose trunk and head are taken over; the head gets orthonormal rows and no bias, and is frozen.
+    base : model whose body and head are taken over; the head gets orthonormal rows and no bias, and is frozen.
     scale : s.   train_scale : whether s is trained.   seed : seed of the rows.
     """
 

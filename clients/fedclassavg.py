@@ -84,15 +84,15 @@ class FedClassAvgHParams(BaseHParams):
 
 
 class FedClassAvgClient(FedClient):
-    """Trains trunk and head on cross-entropy, supervised contrastive and proximal terms."""
+    """Trains body and head on cross-entropy, supervised contrastive and proximal terms."""
 
     received_head: list[Tensor]
 
     def receive(self, payload: Payload) -> None:
-        """Warm up the trunk before the client's first round if asked to, then take the received arrays.
+        """Warm up the body before the client's first round if asked to, then take the received arrays.
 
         Its random numbers and learning rate are those of round 1, whenever it runs: a client that is scored before it
-        first trains must get the same trunk. There is no warm-up where the server sends the whole model, which would
+        first trains must get the same body. There is no warm-up where the server sends the whole model, which would
         overwrite it.
         """
         epochs = self.hparams.chosen.warmup_epochs

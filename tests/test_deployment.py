@@ -330,7 +330,7 @@ def test_a_killed_node_and_a_killed_superlink(tmp_path: Path) -> None:
         assert list(rounds["round"]) == list(range(1, 13)) and list(rounds["clients"])[::11] == [3, 3]
         clients = table(out, "clients.csv")
         back = clients[(clients["client"] == 1) & (clients["round"] == 12)]["received_accuracy"].iloc[0]
-        assert back > 0.5, "a new trunk under the averaged head would guess"
+        assert back > 0.5, "a new body under the averaged head would guess"
 
 
 @pytest.mark.slow

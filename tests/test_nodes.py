@@ -665,7 +665,7 @@ def test_a_node_that_goes_is_dropped_and_goes_on_with_its_own_model(tmp_path: Pa
     assert list(rounds(tmp_path)["clients"]) == [3, 2, 3]
     clients = pd.read_csv(tmp_path / "run" / "clients.csv")
     back = clients[(clients["client"] == 1) & (clients["round"] == 3)]
-    assert float(back["received_accuracy"].iloc[0]) > 0.5  # a new trunk under the averaged head would guess
+    assert float(back["received_accuracy"].iloc[0]) > 0.5  # a new body under the averaged head would guess
     assert grid.told[12].count("train") == 3
 
 

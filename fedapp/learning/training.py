@@ -162,7 +162,7 @@ def trained_alone(model: nn.Module, prefixes: tuple[str, ...]) -> Iterator[list[
 
 @contextlib.contextmanager
 def taking_representations(model: SplitModel) -> Iterator[None]:
-    """Let a model take what `represent` returns, so that a frozen trunk is not passed in each epoch."""
+    """Let a model take what `represent` returns, so that a frozen body is not passed in each epoch."""
     model.__dict__["represent"] = lambda z: z
     try:
         yield

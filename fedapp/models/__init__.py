@@ -1,4 +1,4 @@
-"""Models: a trunk of any architecture and one linear head."""
+"""Models: a body of any architecture and one linear head."""
 
 from __future__ import annotations
 

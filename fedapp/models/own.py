@@ -11,7 +11,7 @@ of these arguments that its signature names, and with `model-args`:
 
 What it returns maps (B, *input_shape) float32 to logits (B, num_classes), or is a `SplitModel`. The head of a module is
 its last `nn.Linear` with `num_classes` outputs, or the layer that the key `head` names; an identity takes its place,
-and what is left is the trunk (`features`). With the key `width` a linear layer to so many features takes its place, so
+and what is left is the body (`features`). With the key `width` a linear layer to so many features takes its place, so
 that different networks can share a head. Logits stay the same to the last bit where nothing follows the head.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 KINDS = {1: "table", 2: "series", 3: "image"}
 CLOSE = 1e-5
-"""Largest difference between the logits of a model and those of its trunk and head."""
+"""Largest difference between the logits of a model and those of its body and head."""
 
 
 PLAIN = ModelSettings()
@@ -181,7 +181,7 @@ def _choices(linear: dict[str, nn.Linear], fitting: list[str]) -> str:
 
 
 def _split(name: str, net: nn.Module, num_classes: int, settings: ModelSettings) -> SplitModel:
-    """Cut a module into trunk and head; both keep their values."""
+    """Cut a module into body and head; both keep their values."""
     from fedapp.models.split import SplitModel
 
     if isinstance(net, SplitModel):
@@ -290,7 +290,7 @@ def check(name: str, x: Tensor, *, num_classes: int, settings: ModelSettings) ->
     Raises
     ------
     BadRequest : says which of these is not so: logits of shape (2, num_classes), the same twice, finite, equal to
-        those of trunk and head; a loss that can be differentiated; initial values that the seed decides.
+        those of body and head; a loss that can be differentiated; initial values that the seed decides.
     """
     shape = tuple(x.shape[1:])
     _input_shape(name, shape, settings)

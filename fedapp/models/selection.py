@@ -37,7 +37,7 @@ def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "glob
     wanted = parameters | (float_buffers(model) if buffers == "global" else set())
     state = model.state_dict()
     for prefix in prefixes:
-        bare = prefix == "features." and hasattr(model, "features")  # a trunk without arrays, as on given features
+        bare = prefix == "features." and hasattr(model, "features")  # a body without arrays, as on given features
         if not bare and not any(matches(name, (prefix,)) for name in state):
             parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in state))
             raise BadRequest(f"'{prefix}' matches no array of the model {type(model).__name__}: it has {parts}")

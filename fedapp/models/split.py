@@ -1,6 +1,6 @@
-"""A classifier cut into a trunk, an activation and one linear head.
+"""A classifier cut into a body, an activation and one linear head.
 
-Every federated method here treats the two parts differently: the trunk may be private and of any architecture, the
+Every federated method here treats the two parts differently: the body may be private and of any architecture, the
 head has the same shape at every client. `SplitModel` fixes that cut once, so that "the head" always means the same two
 tensors.
 """
@@ -18,9 +18,9 @@ class SplitModel(nn.Module):
     Parameters
     ----------
     name : in the zoo, for messages and for the header of saved states.
-    features : trunk, maps images (B, channels, size, size) float32 to (B, width) float32. It ends *before* the last
+    features : body, maps images (B, channels, size, size) float32 to (B, width) float32. It ends *before* the last
         activation, because FedClassAvg's contrastive loss works on these signed numbers (Jang et al., ICPP 2022).
-    activation : between trunk and head. It has no parameters and must not work in place, since `features(x)` is used on
+    activation : between body and head. It has no parameters and must not work in place, since `features(x)` is used on
         its own.
     head : Linear(width, num_classes) with bias.
 

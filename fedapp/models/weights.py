@@ -124,7 +124,7 @@ def freeze(name: str, model: nn.Module, prefixes: str) -> None:
 
     Parameters
     ----------
-    model : the whole model, with `features.` before the names of its trunk.   prefixes : dotted names with commas
+    model : the whole model, with `features.` before the names of its body.   prefixes : dotted names with commas
         between them.
 
     Raises
@@ -136,7 +136,7 @@ def freeze(name: str, model: nn.Module, prefixes: str) -> None:
         if path == "head" or path.startswith("head.") or path not in layers or not path:
             top = [n for n in layers if n.count(".") == 1 and n.startswith("features.")]
             raise BadRequest(
-                f"freeze = '{path}' is no layer of the trunk of '{name}': name features, or layers of it such as "
+                f"freeze = '{path}' is no layer of the body of '{name}': name features, or layers of it such as "
                 f"{_some(top)}"
             )
         layer = layers[path]

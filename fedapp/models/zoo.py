@@ -1,6 +1,6 @@
 """The models that a configuration can name.
 
-Every entry is a trunk that ends in `width` features, before the last activation. Trunks are `nn.Sequential` with named
+Every entry is a body that ends in `width` features, before the last activation. Bodies are `nn.Sequential` with named
 stages in forward order, so a method can choose the last layers by prefix (cwFedAvg: `features.fc1.`, then
 `features.conv2.`, ...). The sizes of linear layers follow from the input, so an architecture published for 32 x 32
 colour images also takes 28 x 28 grey ones.
@@ -9,7 +9,7 @@ colour images also takes 28 x 28 grey ones.
 name                  width  source
 ====================  =====  ==================================================================================
 cnn                   512    4-layer CNN of cwFedAvg's experiments (FedAvg's CNN: McMahan et al., AISTATS 2017)
-cnn-a ... cnn-d       512    light family of four different trunks, made for this project
+cnn-a ... cnn-d       512    light family of four different bodies, made for this project
 fedgh-1 ... fedgh-5   500    Yi et al., FedGH, ACM MM 2023, table of heterogeneous CNNs
 fedgh-resnet          500    the same paper, CIFAR-100: ResNet-18 for small images (3x3 stem, no max pooling), then
                              a linear layer to 500
@@ -31,7 +31,7 @@ digits-a, -b, -c      64     made for the 8 x 8 digits
 cnn1d                 56     for series (C, T), such as the channels of a sensor: three convolutions over time
 mlp                   64     for table rows (F,), and for all numbers of any other sample
 adapter               128    one linear layer on features, so that clients with other bodies share a head
-identity              F      no trunk: the head is on all numbers of a sample, which are features already
+identity              F      no body: the head is on all numbers of a sample, which are features already
 ====================  =====  ==================================================================================
 
 Parameters without the head (width x classes + classes), as (channels x size):
@@ -66,8 +66,8 @@ resnet18-plain      11,170,240   11,176,512   11,176,512
 =================  ===========  ===========  ===========
 
 The digits models have 37,632 (`a`), 16,576 (`b`) and 9,088 (`c`) on 1 x 8. `cnn1d` has 47,784 for 9 channels of 128
-steps. Trunks that end in a mean over all positions (`cnn-d`, `alexnet`, the ResNets, `shufflenetv2`, `googlenet`, the
-MobileNets) take images of any height and width, all other trunks square ones.
+steps. Bodies that end in a mean over all positions (`cnn-d`, `alexnet`, the ResNets, `shufflenetv2`, `googlenet`, the
+MobileNets) take images of any height and width, all other bodies square ones.
 
 Initial values are PyTorch's (or torchvision's) own; a first convolution replaced for another number of channels has
 PyTorch's. Dropout (`googlenet`, `mobilenetv2`, `mobilenetv2-plain`, `alexnet`, `fedproto-a` to `-c`) draws from
@@ -99,20 +99,20 @@ Stages: TypeAlias = "list[tuple[str, nn.Module]]"
 Shape = tuple[int, ...]
 TrunkBuilder = Callable[[int, int], Stages]
 AXES = {"image": 3, "series": 2}
-"""Axes of one sample by kind of trunk; those of `any` kind flatten it."""
+"""Axes of one sample by kind of body; those of `any` kind flatten it."""
 
 
 @dataclass(frozen=True)
 class ZooEntry:
-    """How to build one trunk, and for which data.
+    """How to build one body, and for which data.
 
     Attributes
     ----------
-    width : number of features at the end of the trunk; 0 = as many as a sample has numbers.
+    width : number of features at the end of the body; 0 = as many as a sample has numbers.
     trunk : (channels, size) -> named stages in forward order; size is the side of an image, the steps of a series, and
-        for trunks of `any` kind 1, where channels are all numbers of a sample.
+        for bodies of `any` kind 1, where channels are all numbers of a sample.
     min_size : smallest side in pixels, or fewest steps.   max_size : largest side in pixels; None = any.
-    relu : whether a ReLU stands between trunk and head.   kind : `image` (C, H, W), `series` (C, T) or `any`.
+    relu : whether a ReLU stands between body and head.   kind : `image` (C, H, W), `series` (C, T) or `any`.
     square : whether height and width of an image must be equal: the sizes of linear layers follow from the side.
     """
 
@@ -155,7 +155,7 @@ class ZooEntry:
         return f"{images} of {low} to {self.max_size}x{self.max_size} pixels"
 
     def stages(self, shape: Shape) -> Stages:
-        """Build the trunk for samples of this shape."""
+        """Build the body for samples of this shape."""
         return self.trunk(math.prod(shape), 1) if self.kind == "any" else self.trunk(shape[0], shape[-1])
 
 
@@ -254,7 +254,7 @@ def _adapter(numbers: int, _: int) -> Stages:
 
 
 def _identity(numbers: int, _: int) -> Stages:
-    """No trunk: the head is on all numbers of a sample, which are features already."""
+    """No body: the head is on all numbers of a sample, which are features already."""
     return [("flatten", nn.Flatten())]
 
 
@@ -363,7 +363,7 @@ def _fedgh_resnet18(channels: int, size: int) -> Stages:
 
 
 def _fedproto_resnet18(channels: int, size: int, *, stem: int, pool: int) -> Stages:
-    """ResNet-18 whose 7x7 stem and max pooling have these strides; the trunk ends with the mean of the last maps."""
+    """ResNet-18 whose 7x7 stem and max pooling have these strides; the body ends with the mean of the last maps."""
     net = torchvision.models.resnet18(weights=None)
     net.conv1 = _for_channels(net.conv1, channels)
     net.conv1.stride, net.maxpool.stride = (stem, stem), pool

@@ -1,6 +1,6 @@
 """Clients of a run with `dp = example`: noised counts, sums and second moments take the place of exact statistics.
 
-What one image can change is known only if the extractor does not depend on the client's images: all clients have the
+What one image can change is known only if the body does not depend on the client's images: all clients have the
 same one, as the run gives it. Where a method trains round by round (FedGH), its clients train the head alone. Their
 statistics are then the same in all rounds, so they are released once, and the same numbers are sent again, which
 reveals nothing more.

@@ -1,7 +1,7 @@
 """Class statistics with noise (`dp = example`): what FedGH, FedNCM, Fed3R, LDA and CCVR send instead of exact ones.
 
 Features have norm 1 (`SplitModel.unit`), so one image moves counts, sums and second moments by a known distance
-(`core.privacy.Joint`). This holds only where the extractor does not depend on the client's images: it is the one that
+(`core.privacy.Joint`). This holds only where the body does not depend on the client's images: it is the one that
 the run gives, and no client trains it. Always all classes are sent; those that a client lacks are noise alone.
 """
 

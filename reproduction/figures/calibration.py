@@ -108,7 +108,7 @@ def layer_cka(run: RunResult, clients: int = 10, images: int = 300) -> tuple[lis
     Returns
     -------
     Client ids, and {layer: (K, K)} in forward order. Inner layers are compared between equal architectures only (NaN
-    elsewhere); `features` (the end of the trunk) and `head` (the logits) between all.
+    elsewhere); `features` (the end of the body) and `head` (the logits) between all.
     """
     config, models = config_of(run), client_models(run, clients)
     if len(models) < 2:

@@ -3,8 +3,8 @@
 `python -m reproduction study figures --data DIR`
 
 The commands run in OUT, one after the other; those whose folder is complete are not run again. Each picture is then
-drawn from the runs that its section or its command names, and docs/figures/drawn.json notes with which commands. A test compares
-these notes with the pages, so that no picture is older than its commands.
+drawn from the runs that its section or its command names, and docs/figures/drawn.json notes with which commands. A test
+compares these notes with the pages, so that no picture is older than its commands.
 """
 
 from __future__ import annotations
