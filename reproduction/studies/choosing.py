@@ -385,13 +385,14 @@ def shortlist(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     measured = len(sent.keys() - {"local", AGAIN})
     shown = listed(known)
     least = {m: min(c.methods[m].mean for _, c in known) for m in shown}
-    leaves: dict[tuple[str, bool], list[str]] = {(need, facts): [] for need in NEEDS for facts in (False, True)}
+    leaves: dict[str, tuple[list[str], list[str]]] = {need: ([], []) for need in NEEDS}
     for method in sorted(shown, key=lambda m: -least[m]):
         of = registry.get(method)
         need = NEEDS[0 if of.heterogeneous else 1 if of.global_model else 2]
-        text = f"[{title(method)}](methods/{method}.md) {100 * least[method]:+.1f}"
-        leaves[need, reveals_classes(method)].append(text)
-    short = [(need, "yes" if facts else "no", ", ".join(found) or "none") for (need, facts), found in leaves.items()]
+        public = ", public rows," * bool(of.public_share)
+        text = f"[{title(method)}](methods/{method}.md){public} {100 * least[method]:+.1f}"
+        leaves[need][reveals_classes(method)].append(text)
+    short = [(need, *(", ".join(found) or "none" for found in both)) for need, both in leaves.items()]
 
     def needs(method: str) -> tuple[bool, bool, bool, float]:
         of = registry.get(method)
@@ -411,7 +412,7 @@ def shortlist(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     return [
         f"{counted(len(shown), 'method')} of {measured} are worse than training alone in no setting. The number is the "
         "difference in the worst setting, in points.",
-        "", *markdown("need|facts of classes|methods", short), "",
+        "", *markdown("need|no facts of classes leave a client|facts of classes may leave", short), "",
         FOLDED.format("Needs, bytes and intervals of these methods"), "",
         "*Lowest* and *highest*: difference to training alone in a setting.",
         "", *markdown(heads, rows), "", "</details>", "",
@@ -491,7 +492,9 @@ def main() -> int:
         text, picture = page(args.doc.read_text(encoding="utf-8"), list(kept.values()))
         write_text(args.doc, text)
         if picture:
-            write_text(args.doc.parent / PICTURE, picture)
+            file = args.doc.parent / PICTURE
+            file.parent.mkdir(exist_ok=True)
+            write_text(file, picture)
     except BadRequest as e:
         sys.stderr.write(f"choosing: {e}\n")
         return 2
