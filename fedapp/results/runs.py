@@ -50,7 +50,7 @@ PROTOCOL_TEXT = {
     "tuned": "after fine-tuning what was received",
     "global": "the one global model on the central test set",
 }
-"""What each protocol means, as every table and figure says it."""
+"""The meaning of each protocol in all tables and figures."""
 UNADJUSTED = "global: the head of all clients, before each of them adjusts it to its own class shares"
 """What `global` is of in runs whose clients adjust the head that they receive."""
 ONE_SCORE = "Standalone receives nothing, so it has one score: after local training."

@@ -461,7 +461,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
         config = config.replaced(weights="", freeze="")  # those of the run are for its own model
     elif node.weights_dir and config.model.weights:
         config = config.replaced(weights=str(Path(node.weights_dir).expanduser() / Path(config.model.weights).name))
-    if node.data_dir or node.own:  # whoever has own data reads nothing that the run names
+    if node.data_dir or node.own:  # with own data the node reads nothing that the run names
         folder = str(Path(node.data_dir).expanduser().absolute()) if node.data_dir else ""
         config = config.replaced(data_dir=folder)
     if node.own:

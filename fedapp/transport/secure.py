@@ -300,7 +300,7 @@ class SecureSums:
         self.share = 1.0  # of the sum's noise, that each client added in the last exchange
         self.opened = opened or Opened()
         self.keys: dict[int, tuple[bytes, bytes]] = {}  # with its proof, which only clients can judge
-        self._owners: dict[bytes, int] = {}  # whoever sent a key first, since others can copy it
+        self._owners: dict[bytes, int] = {}  # the first sender of each key, since others can copy it
 
     def exchange(
         self,
@@ -433,7 +433,7 @@ class SecureSums:
         try:
             total = collector.open(shares)
         except Unopened as e:
-            # One false holder can do this where the shares of two more than t are not there: then nobody is blocked.
+            # One false holder can do this where the shares of two more than t are not there: then no client is blocked.
             for client in e.clients if len(shares) >= collector.threshold + 2 else ():
                 text = "the others' shares do not give the secret that it said they were of"
                 self.cohort.refuse(exchange, client, text, "query.unmask")
