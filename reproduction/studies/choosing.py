@@ -328,8 +328,8 @@ def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
             best = "; ".join(f"{title(m)} by {in_points(found.methods[m])} points" for m in found.of("better"))
             said = f"better than training alone: {best}" if best else "no method is better than training alone"
             lines.append(f"With a part of the clients in each round ({block.title}), {said}.")
-    if best := [f"{title(m)} {in_points(c.methods[m])} points ({b.title})" for b, c in known for m in c.of("better")]:
-        lines.append(f"Better: {'; '.join(best)}.")
+    if better := [f"{title(m)} {in_points(c.methods[m])} points ({b.title})" for b, c in known for m in c.of("better")]:
+        lines.append(f"Better: {'; '.join(better)}.")
     harm = "A client loses where its correct test rows fall by more than one standard error of the difference."
     if chance := [100 * c.harm[AGAIN][2] / sum(c.harm[AGAIN]) for _, c in known if AGAIN in c.harm]:
         harm += (
@@ -389,8 +389,8 @@ def shortlist(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     for method in sorted(shown, key=lambda m: -least[m]):
         of = registry.get(method)
         need = NEEDS[0 if of.heterogeneous else 1 if of.global_model else 2]
-        public = ", public rows," * bool(of.public_share)
-        text = f"[{title(method)}](methods/{method}.md){public} {100 * least[method]:+.1f}"
+        rows_too = ", public rows," * bool(of.public_share)
+        text = f"[{title(method)}](methods/{method}.md){rows_too} {100 * least[method]:+.1f}"
         leaves[need][reveals_classes(method)].append(text)
     short = [(need, *(", ".join(found) or "none" for found in both)) for need, both in leaves.items()]
 
