@@ -155,4 +155,4 @@ def test_explained_faults_are_of_lines_that_exist() -> None:
 def test_survivors_without_a_reason_stand_out() -> None:
     record = {"file": "a.py", "function": "f", "before": "x | y", "after": "x & y", "result": "survived"}
     text = runner.page([record], "python -m tools.mutants")
-    assert "**0 of 1 killed**" in text and "`x \\| y`<br>`x & y` | **not explained yet** |" in text
+    assert "**0 of 1 killed**" in text and "- `a.py` `f`: **not explained yet**.<br>`x | y`<br>`x & y`" in text

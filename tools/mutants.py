@@ -326,11 +326,13 @@ def page(records: Sequence[dict[str, Any]], command: str) -> str:
     """Write the page: the command, the date, K of N, and the survivors with their reasons."""
     known, survived = reasons(), [r for r in records if r["result"] == "survived"]
     killed = len(records) - len(survived)
-    rows = ["| where | fault | why it survives |", "|---|---|---|"]
+    rows = []
     for r in survived:
         reason = known.get((r["file"], r["function"], r["before"], r["after"]), "**not explained yet**")
-        before, after = (" ".join(r[k].split()).replace("|", "\\|") for k in ("before", "after"))
-        rows.append(f"| `{r['file']}` `{r['function']}` | `{before}`<br>`{after}` | {reason} |")
+        before, after = (" ".join(r[k].split()) for k in ("before", "after"))
+        rows.append(
+            f"- {' '.join(f'`{r[k]}`' for k in ('file', 'function') if r[k])}: {reason}.<br>`{before}`<br>`{after}`"
+        )
     return f"""# Mutation tests
 
 A test that cannot fail proves nothing. `make mutants` puts small faults into the methods, the clients, the core
