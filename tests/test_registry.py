@@ -72,7 +72,7 @@ def test_the_commands_say_so(
 
     told = [f"fedapp: left out: {text}" for text in SAYS.values()]
     code, out, err = go("methods")
-    assert code == 0 and [line.split("\t")[0] for line in out.splitlines()] == registry.ORDER
+    assert code == 0 and [line.split("\t")[0] for line in out.splitlines()] == ["id", *registry.ORDER]
     assert sorted(err.splitlines()) == sorted(told)
     code, out, err = go("run", "--method", "fedavg", "--dry-run", "--engine", "local")
     assert code == 0 and "method = 'fedavg'" in out and err == "reading settings and data\n", (
