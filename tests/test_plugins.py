@@ -146,7 +146,7 @@ def test_a_wrong_package_is_one_line(
 ) -> None:  # fmt: skip
     install(points=points, **modules)
     code, out, err = go(monkeypatch, capsys, "methods")
-    assert code == 0 and [line.split("\t")[0] for line in out.splitlines()] == registry.ORDER
+    assert code == 0 and [line.split("\t")[0] for line in out.splitlines()] == ["id", *registry.ORDER]
     assert len(err.splitlines()) == 1 and said in err and "addon 1.2" in err
     name = next(iter(points["methods"]))
     if name == "fedavg":
