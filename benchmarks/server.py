@@ -271,7 +271,7 @@ def ccvr_retraining(draws: int, classes: int, width: int) -> Problem:
     steps = [order[i : i + 64] for i in range(0, len(order), 64)]
     flops = 4.0 * len(y) * width * classes
     return Problem(
-        naive, lambda: retrain(weight, bias, z, y, iter(steps), 0.01, momentum=0.9), 4.0 * z.size, flops, random=True
+        naive, lambda: retrain((weight, bias), z, y, iter(steps), 0.01, momentum=0.9), 4.0 * z.size, flops, random=True
     )
 
 

@@ -11,8 +11,6 @@ the values are NaN until `receive` has replaced them. An evaluation scores the s
 |-----------------------------------|------------------------------------------|---------------------------------|
 | `build_model(spec, hparams)`      | whenever a model is built, on both sides | the model of the zoo            |
 | `common_facts()`                  | when the client registers                | no facts to compare             |
-| `largest_feature()`               | then too                                 | not stated                      |
-| `trains_on(rows, held, hparams)`  | before that, in a simulation             | all of its training images      |
 | `receive(payload)`                | before the score `received`              | copies the shared arrays        |
 | `configure_model(model, scalars)` | in `receive`, and on the server          | nothing                         |
 | `before_training(payload)`        | after the score `received`               | nothing                         |
@@ -190,11 +188,6 @@ class FedClient(PositionalClient):
         """
         return {}, {}
 
-    @classmethod
-    def trains_on(cls, rows: int, held_out: int, hparams: Any) -> int:
-        """Return how many training images a client states, of its own and those that it holds out for validation."""
-        return rows
-
     def snapshot(self, prefix: str = "") -> list[Tensor]:
         """Return copies of the parameters whose names begin with `prefix`, since training changes them in place."""
         return [p.detach().clone() for name, p in self.model.named_parameters() if name.startswith(prefix)]
@@ -210,15 +203,12 @@ class FedClient(PositionalClient):
         return sum(phase.spec.local_epochs for phase in self.planned() if phase.rows is None)
 
     def common_facts(self) -> dict[str, Scalar]:
-        """Return facts that must be equal at all clients, such as a checksum of public images."""
-        return {}
+        """Return facts that must be equal at all clients, such as a checksum of public images.
 
-    def largest_feature(self) -> float | None:
-        """Return the largest absolute value of a feature of the training rows, if the method needs it, else None.
-
-        Not asked for in a run with `dp`.
+        `largest-feature`, the largest absolute value of a feature of the training rows, is each client's own. It is not
+        sent in a run with `dp`.
         """
-        return None
+        return {}
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer the server's query `kind` with the model after `receive(payload)`.
@@ -589,9 +579,9 @@ class FedClient(PositionalClient):
             "shape": json.dumps(self.task.inputs.shape),
             "width": model.width,
             "shapes": json.dumps(shapes),
-            "common": json.dumps({**self.common_facts(), **facts_of_the_body(self)}),
         }
-        largest = self.largest_feature() if self.task.privacy is None else None
-        if largest is not None:
+        facts = {**self.common_facts(), **facts_of_the_body(self)}
+        if (largest := facts.pop("largest-feature", None)) is not None and self.task.privacy is None:
             info["largest-feature"] = largest
+        info["common"] = json.dumps(facts)
         return {"num-examples": self.task.num_samples, "test-examples": len(self.task.y_test)}, info

@@ -123,11 +123,6 @@ class FedFomoClient(FedClient):
         kept = dataclasses.replace(task, x_train=task.x_train[train], y_train=task.y_train[train])
         super().__init__(kept, method, hparams, store)
 
-    @classmethod
-    def trains_on(cls, rows: int, held_out: int, hparams: Any) -> int:
-        """Leave out the samples that validate, where the run holds out none."""
-        return rows if held_out else rows - number_held_out(rows, hparams.validation)
-
     def receive(self, payload: Payload) -> None:
         """Weigh the other clients' models on the validation split and move towards the useful ones."""
         rest, models = split_payload(payload)

@@ -151,8 +151,12 @@ class SumsClient(LossesClient):
     squares: ClassVar[bool] = True
     """Whether A_k is sent too."""
 
-    def largest_feature(self) -> float | None:
-        """Return the largest |z| of the training rows where sums can be exact."""
+    def common_facts(self) -> dict[str, Scalar]:
+        """Add the largest |z| of the training rows where sums can be exact."""
+        largest = self._largest_feature()
+        return {**super().common_facts(), **({} if largest is None else {"largest-feature": largest})}
+
+    def _largest_feature(self) -> float | None:
         if self.settings.base != "none" or self.settings.min_count > 1:
             return None
         if (args := frozen.of(self.task.model, self.task.settings)).scaled:  # its scaling is not known yet

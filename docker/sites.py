@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from fedapp.data import datasets, partitions
+from fedapp.settings import DataSettings
 
 
 def write(folder: Path, sites: int = 3, seed: int = 0) -> list[Path]:
     """Write `folder/siteK/data.npz` for K = 0 .. sites - 1: the clients of the simulation with this seed."""
     digits = datasets.load("digits")
-    partition = partitions.make(
-        digits, kind="dirichlet", split="holdout", clients=sites, seed=seed, alpha=0.5, min_samples=10
-    )
+    settings = DataSettings(partition="dirichlet", split="holdout", clients=sites, partition_seed=seed)
+    partition = partitions.make(digits, settings)
     paths = []
     for number, rows in enumerate(partition.clients):
         path = folder / f"site{number}" / "data.npz"

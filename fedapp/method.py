@@ -294,6 +294,7 @@ class Method:
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
     reduces : reductions of each exchange, or a function of the hyperparameters that gives them. None: the
         mean of the shared arrays.
+    held_out : `held_out(hparams, rows)` returns how many of its rows a client holds out where the run holds out none.
     columns : numbers of `after_training` that rounds.csv (mean over clients) and clients.csv have a column for.
     metrics : its other numbers. The server refuses a reply with a number that neither names.
     linear : whether logits are the linear head's, on what `head_input` makes of a representation; only such a head can
@@ -323,6 +324,7 @@ class Method:
     resolve: Callable[[Any, Callable[[str], Method]], Method] | None = None
     public_share: float = 0.0
     reduces: Reductions | Callable[[Any], Reductions] | None = None
+    held_out: Callable[[Any, int], int] = lambda hparams, rows: 0
     columns: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     linear: bool = True

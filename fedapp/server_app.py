@@ -19,7 +19,6 @@ from flwr.app import Context
 from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
 
-from clients.base import FedClient
 from fedapp import __version__, process
 from fedapp import config as configuration
 from fedapp.config import RunConfig, dp_rules
@@ -421,10 +420,10 @@ class Run(Setup):
         """Return the clients of a simulation as configuration and partition say."""
         config = self.config
         data = tasks.federated(config, config.data.clients or cohort.count())
-        kind: type[FedClient] = self.method.client
         return [
             Member(
-                c, kind.trains_on(len(own.train), len(own.validation), self.hparams), len(own.test),
+                c, len(own.train) - (0 if len(own.validation) else self.method.held_out(self.hparams, len(own.train))),
+                len(own.test),
                 tasks.model_for(config, c, data.size_of(c)), data.size_of(c).shape,
             )
             for c, own in enumerate(data.partition.clients)

@@ -164,7 +164,7 @@ def retrain(
     orders = (rng(epoch).permutation(len(y)) for epoch in range(s.epochs))
     steps = (order[part] for order in orders for part in batch_slices(len(y), s.batch))
     weight, bias = heads.retrain(
-        head[W], head[B], z, y, steps, s.lr, momentum=s.momentum, weight_decay=s.weight_decay, normalise=s.clsnorm
+        (head[W], head[B]), z, y, steps, s.lr, momentum=s.momentum, weight_decay=s.weight_decay, normalise=s.clsnorm
     )
     return {W: weight, B: bias}
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from clients.fedfomo import OWN_SLOT, FedFomoClient, FedFomoHParams, wire_name
+from clients.fedfomo import OWN_SLOT, FedFomoClient, FedFomoHParams, number_held_out, wire_name
 from fedapp.method import LARGEST, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
 from strategies.base import Strategy
@@ -113,6 +113,7 @@ METHOD = Method(
     hparams=FedFomoHParams,
     head="none",
     travels="up to M other clients' whole models down, the whole model and M numbers up",
+    held_out=lambda hparams, rows: number_held_out(rows, hparams.validation),
     metrics=("fomo-weights",),
     reduces={"train": {"models": Each(cap=False)}},
 )

@@ -24,7 +24,9 @@ from fedapp import config as configuration
 from fedapp import registry, sampling
 from fedapp.core.averages import RunningMean
 from fedapp.core.robust import UNGUARDED
-from fedapp.data import datasets
+from fedapp.data import datasets, partitions
+from fedapp.data.dataset import Dataset
+from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec, normalise
 from fedapp.federation.context import server_context
 from fedapp.learning.state import ClientStore
@@ -35,7 +37,7 @@ from fedapp.models import SplitModel, build_model, selection
 from fedapp.reduce.plain import MeanReducer
 from fedapp.reduce.spec import Mean, Query
 from fedapp.results.runs import RunResult
-from fedapp.settings import FederationSettings, RobustnessSettings, TrainingSettings
+from fedapp.settings import DataSettings, FederationSettings, RobustnessSettings, TrainingSettings
 from fedapp.tasks import simulated
 from strategies.base import Strategy
 
@@ -51,6 +53,12 @@ def guard(**changes: Any) -> RobustnessSettings:
 def exchange(**changes: Any) -> FederationSettings:
     """Settings of rounds that need all replies, however long they take, with these changes."""
     return FederationSettings().replaced(**{"min_replies": 1.0, "min_clients": 0, "round_timeout": 0.0, **changes})
+
+
+def partitioned(dataset: Dataset, *, kind: str, seed: int, arguments: str = "", **more: Any) -> Partition:
+    """Divide a data set by settings whose ranges are not checked."""
+    own = {"partition": kind, "partition_seed": seed, "partition_args": arguments, **more}
+    return partitions.make(dataset, DataSettings().replaced(**own))
 
 
 def short(**changes: Any) -> TrainingSettings:
@@ -356,7 +364,8 @@ class SmallFederation:
             metrics, facts = made.register()
             shapes = {n: tuple(shape) for n, shape in json.loads(str(facts["shapes"])).items()}
             n, width = int(metrics["num-examples"]), int(facts["width"])
-            infos.append(ClientInfo(task.client, n, task.model, task.num_classes, shapes, made.common_facts()))
+            common = json.loads(str(facts["common"]))
+            infos.append(ClientInfo(task.client, n, task.model, task.num_classes, shapes, common))
         made_of, self.strategy = self.tasks[0].spec(0), self.server()
         self.context = server_context(self.method, self.hparams, made_of, infos, seed=1, width=width)
         self.state = self.strategy.init(self.context)

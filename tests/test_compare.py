@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -649,15 +650,14 @@ def test_a_comparison_whose_runs_all_failed_still_says_why(
 
 
 def test_the_command_of_a_page_makes_the_same_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(compare, "run", lambda *args, **options: called.append((*args, options)) or 0)
-    options = {"methods": "local,fedprox(mu=0.1 lr=0.05)", "partitions": "dirichlet:0.1,iid", "target": 0.9, "seeds": 4}
+    called: list[compare.Plan] = []
+    monkeypatch.setattr(compare, "run", lambda plan, *args: called.append(plan) or 0)
     values = {"dataset": "digits", "clients": 7, "final-training": True, "track": ""}
-    words = shlex.split(compare.command_of({**options, "reference": None, "sweep": ""}, values))
+    plan = compare.Plan(values, "local,fedprox(mu=0.1 lr=0.05)", 4, (), ["dirichlet:0.1", "iid"], target=0.9)
+    words = shlex.split(plan.command())
     assert words[:2] == ["fedapp", "compare"]
     result = CliRunner().invoke(cli.app, words[1:])
     assert result.exit_code == 0, result.output
-    ((given, methods, seeds, _, _, rest),) = called
-    assert (methods, seeds, rest["target"]) == (options["methods"], 4, 0.9)
-    assert rest["partitions"] == ["dirichlet:0.1", "iid"] and rest["reference"] is None
-    assert {k: given.get(k) for k in values} == values
+    (given,) = called
+    assert {k: given.values.get(k) for k in values} == values
+    assert replace(given, values=values, datasets=()) == plan

@@ -262,7 +262,7 @@ def test_a_folder_without_permission_is_a_bad_request(mode: int, tmp_path: Path)
         for ask in (
             lambda: engines.prepare({}, closed),
             lambda: engines.prepare({}, closed / "below"),
-            lambda: compare.run({}, "local", 1, closed),
+            lambda: compare.run(compare.Plan({}, "local", 1), closed),
         ):
             with pytest.raises(BadRequest, match="cannot be "):
                 ask()
@@ -298,7 +298,7 @@ def test_default_folders_of_the_same_second_differ(tmp_path: Path, monkeypatch: 
 def test_a_refused_comparison_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadRequest):
-        compare.run({"lr": -1.0}, "local", 1, None)
+        compare.run(compare.Plan({"lr": -1.0}, "local", 1), None)
     assert not any((tmp_path / "runs").iterdir())
 
 

@@ -147,7 +147,6 @@ def test_selection_names_are_whole_components() -> None:
 HOOKS = {
     "build_model", "configure_model", "common_facts", "receive", "before_training", "phases", "step_loss", "after_step",
     "after_epoch", "after_training", "score", "tuning", "answer", "answer_prepare", "feature_batches",
-    "trains_on", "largest_feature",
 }  # fmt: skip
 """Functions that a method's client may define."""
 

@@ -15,7 +15,7 @@ W, B = np.array([[1, 0], [0, 1], [1, 1]], np.float32), np.zeros(3, np.float32)
 
 def test_one_step_of_the_worked_example() -> None:
     z = tukey(np.array([[2.0, 1.0], [1.0, 5.0], [5.0, 5.0]]))
-    w, b = retrain(W, B, z, np.arange(3), [np.arange(3)], 0.1)
+    w, b = retrain((W, B), z, np.arange(3), [np.arange(3)], 0.1)
     np.testing.assert_allclose(w, [[1.027397, 0.013757], [0.011341, 1.044349], [0.961262, 0.941894]], atol=1e-6)
     np.testing.assert_allclose(b, [0.020371, 0.017053, -0.037423], atol=1e-6)
     np.testing.assert_array_equal(W, [[1, 0], [0, 1], [1, 1]])
@@ -25,18 +25,18 @@ def test_steps_see_the_rows_they_name() -> None:
     rng = np.random.default_rng(0)
     z, y = rng.standard_normal((9, 2)), np.arange(9) % 3
     rows = [np.array([0, 4, 8]), np.array([1, 2, 3])]
-    both = retrain(W, B, z, y, rows, 0.2)
-    half = retrain(*retrain(W, B, z, y, rows[:1], 0.2), z, y, rows[1:], 0.2)
+    both = retrain((W, B), z, y, rows, 0.2)
+    half = retrain(retrain((W, B), z, y, rows[:1], 0.2), z, y, rows[1:], 0.2)
     for a, b in zip(both, half):
         np.testing.assert_array_equal(a, b)
-    for a, b in zip(retrain(W, B, z, y, [], 0.2), (W, B)):
+    for a, b in zip(retrain((W, B), z, y, [], 0.2), (W, B)):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
 def test_classes_without_a_sample_stay(normalise: bool) -> None:
     z, y = np.ones((4, 2)), np.array([0, 2, 0, 2])
-    w, b = retrain(W, B + 1, z, y, [np.arange(4)] * 3, 0.5, momentum=0.9, weight_decay=0.1, normalise=normalise)
+    w, b = retrain((W, B + 1), z, y, [np.arange(4)] * 3, 0.5, momentum=0.9, weight_decay=0.1, normalise=normalise)
     np.testing.assert_array_equal(w[1], W[1])
     assert b[1] == 1 and not np.array_equal(w[0], W[0])
     assert bool((b == 1).all()) is normalise, "the bias is trained where it plays a part"

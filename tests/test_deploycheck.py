@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fedapp.cli import app
 from fedapp.deployment import deploy_check as deploycheck
-from fedapp.deployment.deploy_check import FAIL, OK, WARN, Finding
+from fedapp.deployment.deploy_check import FAIL, OK, WARN, Finding, unnamed
 from fedapp.engines import control
 from fedapp.errors import BadRequest
 from fedapp.transport import roster
@@ -83,7 +83,7 @@ def test_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_cannot_be_reached(address: str, says: str) -> None:
-    found = rows(deploycheck.check(address=address.replace("FREE", str(free_port()))))["reachability"]
+    found = rows(deploycheck.check(unnamed(address.replace("FREE", str(free_port())))))["reachability"]
     assert found.state == FAIL and says in found.found and found.remedy
 
 
@@ -109,15 +109,16 @@ def plain() -> Iterator[str]:
 
 
 def test_plain_http_must_be_asked_for(plain: str) -> None:
-    found = rows(deploycheck.check(address=plain))
+    found = rows(deploycheck.check(unnamed(plain)))
     assert found["TLS"].state == FAIL and "does not speak TLS" in found["TLS"].found
-    found = rows(deploycheck.check(address=plain, insecure=True))
+    found = rows(deploycheck.check(unnamed(plain, insecure=True)))
     assert found["TLS"].state == WARN and found["reachability"].state == OK and found["clock"].state == OK
 
 
 def test_keys_and_certificates_that_are_not(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("junk")
-    found = rows(deploycheck.check(key=tmp_path / "x", certificate=tmp_path / "x", root_certificates=tmp_path / "no"))
+    to = unnamed("", tmp_path / "no")
+    found = rows(deploycheck.check(to, key=tmp_path / "x", certificate=tmp_path / "x"))
     assert "not a private key" in found["key"].found and "not a PEM certificate" in found["server certificate"].found
     assert "No such file" in found["CA certificate"].found
     assert {f.state for f in (found["key"], found["server certificate"], found["CA certificate"])} == {FAIL}

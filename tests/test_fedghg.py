@@ -203,7 +203,7 @@ def test_pooled_over_one_common_extractor_the_last_round_is_ccvrs_retraining(see
         rows.append(draw(mean, factorise(cov), made.context.rng("gaussians", 1, c).standard_normal((m, 2))))
     z, y = np.stack(rows, axis=1).reshape(-1, 2), np.tile(np.arange(3), m)
     steps = np.arange(3 * m).reshape(m, 3)
-    expected_w, expected_b = retrain(np.zeros((3, 2)), np.zeros(3), z, y, steps, lr, momentum=0.0, weight_decay=0.0)
+    expected_w, expected_b = retrain((np.zeros((3, 2)), np.zeros(3)), z, y, steps, lr, momentum=0.0, weight_decay=0.0)
     np.testing.assert_allclose(w, expected_w, atol=2e-6)
     np.testing.assert_allclose(b, expected_b, atol=2e-6)
     assert np.abs(w).max() > 0.1

@@ -13,9 +13,10 @@ from flwr_datasets import partitioner
 from fedapp import config
 from fedapp.data import flower
 from fedapp.data.dataset import Dataset
-from fedapp.data.partitions import Partition, make
+from fedapp.data.partitions import Partition
 from fedapp.errors import BadRequest
 from fedapp.tasks import simulated
+from tests.handmade import partitioned
 
 ROWS, TESTS = 240, 60
 ARGUMENTS = {
@@ -51,7 +52,7 @@ def dealt(name: str, text: str | None = None, seed: int = 0, clients: int = 0, s
     kind = f"flwr:{name}"
     text = ARGUMENTS[name] if text is None else text
     clients = clients or (0 if flower.counts_clients(kind) else 4)
-    return make(TOY, kind=kind, split=split, clients=clients, seed=seed, min_samples=1, arguments=text)
+    return partitioned(TOY, kind=kind, split=split, clients=clients, seed=seed, min_samples=1, arguments=text)
 
 
 def test_every_partitioner_is_either_tested_or_refused() -> None:
@@ -153,7 +154,7 @@ def test_splits_are_as_for_drawn_partitions(split: str) -> None:
 )
 def test_what_does_not_fit_gets_one_line(name: str, text: str, clients: int, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as raised:
-        make(TOY, kind=f"flwr:{name}", split="official", clients=clients, seed=0, min_samples=1, arguments=text)
+        partitioned(TOY, kind=f"flwr:{name}", split="official", clients=clients, seed=0, min_samples=1, arguments=text)
     assert "\n" not in str(raised.value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_grids_that_make_no_sense_are_refused(points: str, says: str) -> None:
 
 def test_a_search_without_validation_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="validation=0"):
-        compare.run(BASE, "local", 1, tmp_path / "out", points="lr=0.1,0.2")
+        compare.run(compare.Plan(BASE, "local", 1, points="lr=0.1,0.2"), tmp_path / "out")
 
 
 def test_validation_images_choose_and_test_images_do_not(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_a_search_by_the_global_score_is_refused_and_says_what_to_do(
     monkeypatch.chdir(tmp_path)
     values = {**BASE, "validation": 0.1, "protocols": "global"}
     with pytest.raises(BadRequest, match=r"protocols = 'global' .*--set protocols=received,trained,global"):
-        compare.run(values, "local", 1, None, points="lr=0.1")
+        compare.run(compare.Plan(values, "local", 1, points="lr=0.1"), None)
     assert not list((tmp_path / "runs").iterdir())
 
 
@@ -147,7 +148,7 @@ def test_which_score_chooses_where_a_global_one_is_published_is_said_before_any_
     values = {**BASE, "validation": 0.1, "protocols": protocols or DEFAULTS["protocols"]}
     monkeypatch.setattr(compare, "run_here", lambda *_: pytest.fail("begun"))
     with pytest.raises(pytest.fail.Exception):
-        compare.run(values, methods, 1, tmp_path / "out", points="lr=0.1,0.2")
+        compare.run(compare.Plan(values, methods, 1, points="lr=0.1,0.2"), tmp_path / "out")
     said = capsys.readouterr().err
     assert says in said and ("global has no validation images" in said) == bool(says)
 
@@ -203,9 +204,8 @@ def test_a_method_without_a_chosen_point_in_one_setting_is_named_and_fails_the_c
         (compare, "_report", lambda *_: None), (answers, "screen", lambda _: ""),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    assert (
-        compare.run({**BASE, "num-server-rounds": 1}, "local,fedavg", 1, out, tune="lr=0.1", sweep="clients=3,4") == 1
-    )
+    plan = compare.Plan({**BASE, "num-server-rounds": 1}, "local,fedavg", 1, tune="lr=0.1", sweep="clients=3,4")
+    assert compare.run(plan, out) == 1
     told = capsys.readouterr().err
     assert "digits-dirichlet-1-clients=4 fedavg: nothing chosen, no point of the grid has finished" in told
     assert "clients=4 fedavg(lr=0.1) s0 failed" in told
@@ -215,7 +215,8 @@ def test_a_method_without_a_chosen_point_in_one_setting_is_named_and_fails_the_c
 def test_a_search_from_end_to_end(tmp_path: Path) -> None:
     """A rate that learns nothing loses; tables hold the winner under the method's name, once a seed."""
     values = {**BASE, "validation": 0.2, "num-server-rounds": 1, "local-epochs": 3}
-    assert compare.run(values, "local,fedavg", 1, tmp_path / "out", points="lr=0.000001,0.1", workers=1) == 0
+    plan = compare.Plan(values, "local,fedavg", 1, points="lr=0.000001,0.1")
+    assert compare.run(plan, tmp_path / "out", workers=1) == 0
     table = pd.read_csv(tmp_path / "out" / "grid.csv")
     assert list(table["chosen"]) == [False, True, False, True]
     rows = pd.read_csv(tmp_path / "out" / "results.csv")
@@ -262,8 +263,8 @@ def test_all_methods_get_the_same_search_with_the_first_seed_and_its_choice_runs
 ) -> None:
     """A step that diverges is a result of the search; the same command again begins none that has finished."""
     out, values = tmp_path / "out", {**BASE, "num-server-rounds": 1, "local-epochs": 3}
-    search = {"tune": "lr=0.000001,0.1,1e30", "workers": 1}
-    assert compare.run(values, "local,fedavg", 2, out, **search) == 0
+    plan = compare.Plan(values, "local,fedavg", 2, tune="lr=0.000001,0.1,1e30")
+    assert compare.run(plan, out, workers=1) == 0
     ran = sorted(p.name for p in (out / "runs").iterdir() if p.is_dir())
     tried = [f"{method}-lr={lr}-s0" for method in ("fedavg", "local") for lr in ("0.000001", "0.1", "1e30")]
     assert ran == sorted([*tried, "fedavg-lr=0.1-s1", "local-lr=0.1-s1"])
@@ -278,5 +279,5 @@ def test_all_methods_get_the_same_search_with_the_first_seed_and_its_choice_runs
     assert " --tune lr=0.000001,0.1,1e30 --on validation " in comparison.notes["command"][0]
     begun: list[str] = []
     monkeypatch.setattr(compare, "run_here", lambda todo, _: begun.extend(todo) or {})
-    assert compare.run({**values, "validation": 0.1}, "local,fedavg", 2, out, **search) == 0
+    assert compare.run(replace(plan, values={**values, "validation": 0.1}), out, workers=1) == 0
     assert begun == ["local(lr=1e30) s0", "fedavg(lr=1e30) s0"], "those that diverged: code may have been mended"

@@ -25,6 +25,7 @@ from fedapp.results import report
 from fedapp.settings import DataSettings
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated
+from tests.handmade import partitioned
 from tests.matrix import methods
 
 PERSONS = ("ada", "bob", "cleo", "dan")
@@ -319,7 +320,7 @@ def test_a_cut_keeps_groups_whole_and_every_class_on_both_sides(split: str, tmp_
 def test_drawn_partitions_and_validation_keep_groups_whole_too(tmp_path: Path) -> None:
     data = loaded(tmp_path, sensors(480))
     assert data.groups is not None
-    partition = partitions.make(data, kind="iid", split="holdout", clients=3, seed=0)
+    partition = partitioned(data, kind="iid", split="holdout", clients=3, seed=0)
     held = partitions.hold_out(partition, 0.3, 0, data)
     for client in held.clients:
         sides = [set(data.groups[getattr(client, part)]) for part in partitions.PARTS]

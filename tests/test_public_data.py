@@ -21,6 +21,7 @@ from fedapp.method import NONE, Method
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.public import PublicSource, public_source
 from strategies.base import Strategy
+from tests.handmade import partitioned
 from tests.test_gradient_hook import patched
 
 WITH_PUBLIC = Method("with_public", "", "", Strategy, FedClient, shared=NONE, public_share=0.1)
@@ -41,7 +42,7 @@ def _config(**settings: object) -> RunConfig:
 
 def test_hold_back_takes_the_same_share_of_every_client() -> None:
     dataset = datasets.load("digits")
-    whole = partitions.make(dataset, kind="dirichlet", split="holdout", clients=7, seed=3, alpha=0.3)
+    whole = partitioned(dataset, kind="dirichlet", split="holdout", clients=7, seed=3, alpha=0.3)
     left, public = partitions.hold_back(whole, 0.2, seed=3)
     for before, after in zip(whole.clients, left.clients, strict=True):
         assert set(after.train) == set(before.train) - set(public)
@@ -55,7 +56,7 @@ def test_hold_back_takes_the_same_share_of_every_client() -> None:
 
 def test_hold_back_is_a_function_of_the_seed(tmp_path: Path) -> None:
     dataset = datasets.load("digits")
-    whole = partitions.make(dataset, kind="iid", split="holdout", clients=4, seed=0)
+    whole = partitioned(dataset, kind="iid", split="holdout", clients=4, seed=0)
     first, again, other = (partitions.hold_back(whole, 0.05, seed=s) for s in (1, 1, 2))
     assert np.array_equal(first[1], again[1])
     assert first[0].hash == again[0].hash
@@ -66,7 +67,7 @@ def test_hold_back_is_a_function_of_the_seed(tmp_path: Path) -> None:
 
 def test_an_image_of_several_clients_is_taken_from_all_and_a_client_keeps_one() -> None:
     dataset = datasets.load("digits")
-    whole = partitions.make(dataset, kind="iid", split="holdout", clients=3, seed=0)
+    whole = partitioned(dataset, kind="iid", split="holdout", clients=3, seed=0)
     rows = whole.clients[0].train
     small = partitions.ClientSplit(rows[:1], rows[:0])
     left, public = partitions.hold_back(replace(whole, clients=(*whole.clients[1:], small)), 0.9, seed=0)
@@ -90,7 +91,7 @@ def test_an_image_of_several_clients_is_taken_from_all_and_a_client_keeps_one() 
 
 def test_data_card_says_what_is_public() -> None:
     dataset = datasets.load("digits")
-    whole = partitions.make(dataset, kind="dirichlet", split="holdout", clients=4, seed=0)
+    whole = partitioned(dataset, kind="dirichlet", split="holdout", clients=4, seed=0)
     left, public = partitions.hold_back(whole, 0.05, seed=0)
     card = data_card(dataset, left)
     assert card.public == card.to_dict()["public"] == len(public)

@@ -68,7 +68,7 @@ def test_a_method_keeps_its_colour_where_a_figure_shows_some_of_the_runs() -> No
 
 
 def test_a_method_has_one_colour_on_the_page_of_a_comparison(folder: Path) -> None:
-    """Traffic and heads do not show Standalone, and still draw the others as the curves do."""
+    """Traffic does not show Standalone, and still draw the others as the curves do."""
     comparison = read_comparison(folder)
     gallery = figures.of_comparison(comparison)
     titles = {title_of(label) for label in comparison.labels}
@@ -93,7 +93,7 @@ def test_no_band_and_no_error_bar_leaves_the_shares(draw: Any) -> None:
 
 def test_every_mark_of_curves_is_in_the_legend() -> None:
     lines = [Curve("a", np.arange(3.0), np.arange(3.0) / 3, np.full(3, 0.1))]
-    figure = curves({"p": lines, "q": lines}, baseline=("guessing", 0.4), without="q", band="spread over seeds")
+    figure = curves({"p": lines, "q": lines}, baseline=("guessing", 0.4, "q"), band="spread over seeds")
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["a", "guessing", "spread over seeds"]
     heights = [[set(np.asarray(ln.get_ydata())) for ln in axes.lines] for axes in figure.axes]
     assert {0.4} in heights[0] and {0.4} not in heights[1]

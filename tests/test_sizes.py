@@ -278,7 +278,7 @@ def test_copies_are_looked_for_within_a_size(tmp_path: Path) -> None:
 def test_compared_methods_have_the_same_clients(tmp_path: Path) -> None:
     values = {"dataset": "npz", "data-dir": str(folder(tmp_path / "data")), "skip-bad": True}
     with pytest.raises(BadRequest, match=r"fedavg would leave out clients .* fd takes"):
-        compare.run(values, "fd,fedavg,local", 1, tmp_path / "out")
+        compare.run(compare.Plan(values, "fd,fedavg,local", 1), tmp_path / "out")
 
 
 def test_of_each_size_one_client_is_asked_who_it_is() -> None:

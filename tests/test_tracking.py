@@ -378,8 +378,8 @@ def test_tracking_is_no_other_configuration(
 ) -> None:
     values = {k: v for k, v in flat(num_server_rounds=1).items() if k != "method"}
     out = tmp_path / "compared"
-    assert compare.run(values, "local", 1, out) == 0
-    assert compare.run({**values, "track": "records"}, "local,fedavg", 1, out) == 0
+    assert compare.run(compare.Plan(values, "local", 1), out) == 0
+    assert compare.run(compare.Plan({**values, "track": "records"}, "local,fedavg", 1), out) == 0
     assert in_turn == ["local-s0", "fedavg-s0"] and [t[0] for t in recorded].count("begin") == 1
 
 

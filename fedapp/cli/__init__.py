@@ -283,11 +283,11 @@ def compare(
         terminal.announce("reading settings and data")
         from fedapp.experiments import compare as comparing  # slow to load: what is refused above is refused at once
 
-        code = comparing.run(
-            values, methods or comparing.DEFAULT_METHODS, seeds, out, engine, datasets=lists["dataset"],
-            partitions=lists["partition"], sweep=sweep, points=grid, tune=tune, reference=reference, target=target,
-            workers=workers,
+        plan = comparing.Plan(
+            values, methods or comparing.DEFAULT_METHODS, seeds, lists["dataset"], lists["partition"], sweep, grid,
+            tune, reference, target,
         )  # fmt: skip
+        code = comparing.run(plan, out, engine, workers)
     raise typer.Exit(code)
 
 

@@ -25,10 +25,12 @@ def _deployment() -> None:
 
 @deployment.command("check")
 def deploy_check(
-    superlink: Annotated[str | None, typer.Option(help="name of a connection in Flower's configuration")] = None,
-    address: Annotated[str | None, typer.Option(help="instead of --superlink: the SuperLink's HOST:PORT")] = None,
-    root_certificates: Annotated[Path | None, typer.Option(help="with --address: the CA's certificate")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="with --address: plain HTTP")] = False,
+    superlink: Annotated[
+        str | None,
+        typer.Option("--superlink", "--address", help="name of a connection in Flower's configuration, or HOST:PORT"),
+    ] = None,
+    root_certificates: Annotated[Path | None, typer.Option(help="with HOST:PORT: the CA's certificate")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="with HOST:PORT: plain HTTP")] = False,
     node_config: Annotated[
         str | None, typer.Option(help="on a node: the value of fedapp supernode --node-config")
     ] = None,
@@ -44,18 +46,15 @@ def deploy_check(
     Exit codes: 0 no check failed; 1 a check failed; 2 bad request.
     """
     from fedapp.deployment import deploy_check as deploycheck
+    from fedapp.engines import deploy
 
-    if superlink and (address or root_certificates or insecure):
-        raise BadRequest(
-            "--superlink and --address, --root-certificates or --insecure exclude each other: name a connection, or "
-            "give an address"
-        )
+    named = superlink if superlink and ":" not in superlink else None
+    if named and (root_certificates or insecure):
+        raise BadRequest("--root-certificates and --insecure go with HOST:PORT: the connection names its own")
     if insecure and root_certificates:
         raise BadRequest("--insecure is plain HTTP without certificates: leave out --root-certificates or --insecure")
-    found = deploycheck.check(
-        superlink=superlink, address=address, root_certificates=root_certificates, insecure=insecure,
-        node_config=node_config, key=key, certificate=certificate, roster=roster, values=collect({}, sets),
-    )  # fmt: skip
+    to = deploy.connection(named) if named else deploycheck.unnamed(superlink or "", root_certificates, insecure)
+    found = deploycheck.check(to, node_config, key, certificate, roster, collect({}, sets))
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     rows = [(Text(f.state, style=colours[f.state]), f.name, f.found, f.remedy) for f in found]
     show("fedapp deploy check", ("", "what", "found", "what to do"), rows)

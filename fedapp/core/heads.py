@@ -52,8 +52,7 @@ def logits(z: Tensor, weight: Tensor, bias: Tensor, normalise: bool) -> Tensor:
 
 
 def retrain(
-    weight: Array,
-    bias: Array,
+    head: tuple[Array, Array],
     z: Array,
     y: Array,
     steps: Iterable[Array],
@@ -67,8 +66,8 @@ def retrain(
 
     Parameters
     ----------
-    weight, bias : ndarray, (C, d) and (C,)
-        The head; not changed.
+    head : weight, ndarray (C, d), and bias, ndarray (C,)
+        Not changed.
     z : ndarray, (n, d)
         Representations.
     y : ndarray, (n,), integer
@@ -89,7 +88,7 @@ def retrain(
 
     # Logits of classes without a sample are left out of the loss: it would only push them down.
     seen = np.unique(y)
-    w, b = (torch.tensor(part[seen], dtype=torch.float32, requires_grad=True) for part in (weight, bias))
+    w, b = (torch.tensor(part[seen], dtype=torch.float32, requires_grad=True) for part in head)
     inputs = torch.from_numpy(np.asarray(z, dtype=np.float32))
     labels = torch.from_numpy(np.searchsorted(seen, y).astype(np.int64))
     trained = [w] if normalise else [w, b]
@@ -104,7 +103,7 @@ def retrain(
                 trained, gradients, buffers, lr=lr, momentum=momentum, weight_decay=weight_decay, dampening=0.0,
                 nesterov=False, maximize=False,
             )  # fmt: skip
-    new_weight, new_bias = (np.array(part, dtype=np.float32) for part in (weight, bias))
+    new_weight, new_bias = (np.array(part, dtype=np.float32) for part in head)
     new_weight[seen], new_bias[seen] = w.detach().numpy(), b.detach().numpy()
     return new_weight, new_bias
 

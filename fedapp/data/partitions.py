@@ -57,6 +57,7 @@ from fedapp.data.dataset import Dataset
 from fedapp.data.label_skew import Request, round_to_total
 from fedapp.errors import BadRequest, counted, suggest_choice
 from fedapp.files import atomic
+from fedapp.settings import DataSettings
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
@@ -190,41 +191,27 @@ class Partition:
             )
 
 
-def make(
-    dataset: Dataset,
-    *,
-    kind: str,
-    split: str,
-    clients: int,
-    seed: int,
-    alpha: float = 0.5,
-    classes_per_client: int = 2,
-    min_samples: int = 10,
-    test_share: float = TEST_FRACTION,
-    arguments: str = "",
-) -> Partition:
+def make(dataset: Dataset, settings: DataSettings) -> Partition:
     """Partition a data set over clients.
 
     Parameters
     ----------
     dataset : only its labels are read; a partitioner of flwr-datasets may also ask for owners, groups or a feature.
-    kind : one of :data:`DRAWN`, or ``flwr:NAME``.   split : one of :data:`SPLITS`.
-    clients : number of clients K; 0 = as a partitioner of flwr-datasets counts them.
-    seed : non-negative; the same arguments give the same partition.
-    alpha : concentration of the Dirichlet distribution (``dirichlet``, ``dirichlet-equal``), > 0.
-    classes_per_client : classes (``pathological``, ``classes``) or shards (``shards``) per client.
-    min_samples : smallest number of images that a client may hold before the cut into training and test images
-        (``official``: of training images).
-    test_share : share of a client's images that is for testing, in (0, 1); not with ``official``.
-    arguments : of a partitioner of flwr-datasets, "name=value name=value".
+    settings : `partition` is one of :data:`DRAWN`, or ``flwr:NAME``; `split` one of :data:`SPLITS`; `clients` 0 = as a
+        partitioner of flwr-datasets counts them; `partition_seed` a number: the same settings give the same partition.
+        Sizes count before the cut into training and test images (``official``: training images).
 
     Raises
     ------
-    BadRequest : if the arguments are out of range, contradict the data, or no draw of 10,000 satisfies ``min_samples``.
+    BadRequest : if the settings contradict the data, or no draw of 10,000 satisfies `min_samples`.
     """
+    kind, split, seed, test_share = settings.partition, settings.split, settings.partition_seed, settings.test_share
     parameter = PARTITION_PARAMETER.get(kind)
-    request = Request(kind, parameter, dataset.num_classes, clients, alpha, classes_per_client, min_samples)
-    _check(dataset, split, seed, request)
+    request = Request(
+        kind, parameter, dataset.num_classes, settings.clients, settings.alpha, settings.classes_per_client,
+        settings.min_samples,
+    )  # fmt: skip
+    _check(dataset, split, request)
     # One stream per purpose: a change in how counts are drawn moves neither the images' order nor the test draw.
     seeds = (np.random.SeedSequence([seed, purpose]) for purpose in range(3))
     counts_rng, order_rng, split_rng = map(np.random.default_rng, seeds)
@@ -233,7 +220,7 @@ def make(
     if kind == "two-class":
         held, tests = _two_class(labels, split, test_share, request, counts_rng, split_rng)
     else:
-        held, shares = _dealt(dataset, labels, request, arguments, counts_rng, order_rng)
+        held, shares = _dealt(dataset, labels, request, settings.partition_args, counts_rng, order_rng)
     _check_smallest(held, request)
     if split == "official":
         tests = _official_tests(dataset, held, shares, split_rng)
@@ -242,14 +229,14 @@ def make(
     else:
         pairs = list(zip(held, tests, strict=True))
     members = tuple(ClientSplit(np.sort(train), np.sort(test)) for train, test in pairs)
-    drawn = {"alpha": float(alpha), "classes_per_client": classes_per_client}
-    settings = {
+    drawn = {"alpha": float(settings.alpha), "classes_per_client": settings.classes_per_client}
+    about = {
         "seed": seed,
-        **({"partition_args": arguments} if flower.is_named(kind) else drawn),
-        "min_samples": min_samples,
+        **({"partition_args": settings.partition_args} if flower.is_named(kind) else drawn),
+        "min_samples": settings.min_samples,
         **({} if test_share == TEST_FRACTION else {"test_share": test_share}),
     }
-    return of_clients(dataset, kind, split, members, settings)
+    return of_clients(dataset, kind, split, members, about)
 
 
 def _dealt(
@@ -300,16 +287,14 @@ def of_clients(
     return Partition(kind, split, members, _hash(members), {**facts, **settings}, tuple(names))
 
 
-def _check(dataset: Dataset, split: str, seed: int, request: Request) -> None:
-    """Raise `BadRequest` where the arguments are out of range or contradict the data."""
+def _check(dataset: Dataset, split: str, request: Request) -> None:
+    """Raise `BadRequest` where the settings contradict the data."""
     kind, clients, per_client, least = request.kind, request.clients, request.classes_per_client, request.min_samples
     for what, value, known in (("partition", kind, PARTITION_KINDS), ("split", split, SPLITS)):
         if value not in known and not flower.is_named(value):
             raise BadRequest(f"unknown {what} '{value}'{suggest_choice(value, known)}")
     if split == "official" and dataset.num_test == 0:
         raise BadRequest(f"{dataset.name} has no official test images: choose split 'holdout' (75/25 per client)")
-    if seed < 0:
-        raise BadRequest(f"seed must not be negative, got {seed}")
     samples = dataset.num_train + (dataset.num_test if split == "merged" else 0)
     if clients < 1 and not (clients == 0 and flower.is_named(kind) and flower.counts_clients(kind)):
         raise BadRequest(f"clients must be at least 1, got {clients}")
@@ -317,10 +302,6 @@ def _check(dataset: Dataset, split: str, seed: int, request: Request) -> None:
         raise BadRequest(
             f"{counted(clients, 'client')} but only {counted(samples, 'sample')} in {dataset.name}: lower clients"
         )
-    if not (request.alpha > 0 and np.isfinite(request.alpha)):
-        raise BadRequest(f"alpha must be a positive number, got {request.alpha}")
-    if least < 1:
-        raise BadRequest(f"min-samples must be at least 1, got {least}")
     if least * clients > samples:
         raise BadRequest(
             f"min-samples {least} for {counted(clients, 'client')} needs "

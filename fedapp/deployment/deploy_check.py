@@ -31,7 +31,7 @@ from fedapp import process
 from fedapp.data.cache import cache_root
 from fedapp.deployment.executor import FLOWER, minor
 from fedapp.deployment.gate import NODES_ONLY
-from fedapp.engines import control, deploy
+from fedapp.engines import control
 from fedapp.errors import BadRequest, counted, described
 from fedapp.results.directory import versions
 from fedapp.tasks import node as nodes
@@ -56,12 +56,15 @@ class Finding:
     remedy: str = ""
 
 
+def unnamed(address: str = "", root_certificates: Path | None = None, insecure: bool = False) -> Any:
+    """Return a connection (Flower's `SuperLinkConnection`) that Flower's configuration does not name."""
+    from flwr.cli.typing import SuperLinkConnection
+
+    return SuperLinkConnection("", address, str(root_certificates.absolute()) if root_certificates else None, insecure)
+
+
 def check(
-    *,
-    superlink: str | None = None,
-    address: str | None = None,
-    root_certificates: Path | None = None,
-    insecure: bool = False,
+    to: Any = None,
     node_config: str | None = None,
     key: Path | None = None,
     certificate: Path | None = None,
@@ -72,25 +75,22 @@ def check(
 
     Parameters
     ----------
-    superlink : connection in Flower's configuration; or `address` (host:port), with `root_certificates` (CA file) or
-        `insecure`. Without either, reachability is not checked.
+    to : connection to the SuperLink. Without its address, reachability is not checked; without its name, the nodes.
     node_config : the value of `fedapp supernode --node-config`.   key : a SuperNode's private key.
     certificate : on the server, the SuperLink's own certificate file.   roster : there, which node is which client.
     values : run-config keys that data and model are checked against (`dataset`, `class-names`, `model`).
     """
     found = [*_versions(), _switches(), Finding("device", OK, f"trains on {process.device()}")]
-    to = deploy.connection(superlink) if superlink else None
-    if to is not None:
-        address, insecure = to.address, to.insecure
-        root_certificates = Path(to.root_certificates) if to.root_certificates else None
-    if root_certificates is not None:
-        found.append(_certificate("CA certificate", root_certificates, "docker/certs.sh with another folder"))
+    to = to or unnamed()
+    root = Path(to.root_certificates) if to.root_certificates else None
+    if root is not None:
+        found.append(_certificate("CA certificate", root, "docker/certs.sh with another folder"))
     if certificate is not None:
         remedy = "run docker/certs.sh again, restart the SuperLink"
         found.append(_certificate("server certificate", certificate, remedy))
-    if address:
-        found += _reach(address, root_certificates, insecure)
-    if to is not None and all(f.state != FAIL for f in found if f.name == "reachability"):
+    if to.address:
+        found += _reach(to.address, root, to.insecure)
+    if to.name and all(f.state != FAIL for f in found if f.name == "reachability"):
         found += _registered(to, roster)
     if key is not None:
         found.append(_key(key))

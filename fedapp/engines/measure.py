@@ -151,9 +151,8 @@ def first_payload(method: Method, hparams: Any, task: Task) -> Payload:
     client = method.client(task, method, hparams)
     metrics, facts = client.register()
     shapes = {n: tuple(s) for n, s in json.loads(str(facts["shapes"])).items()}
-    info = ClientInfo(
-        task.client, int(metrics["num-examples"]), task.model, task.num_classes, shapes, client.common_facts()
-    )
+    common = json.loads(str(facts["common"]))
+    info = ClientInfo(task.client, int(metrics["num-examples"]), task.model, task.num_classes, shapes, common)
     context = server_context(
         method, hparams, task.spec(0), [info], seed=task.seed, width=int(facts["width"]), buffers=task.buffers
     )

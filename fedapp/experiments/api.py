@@ -73,16 +73,16 @@ def compare(
             'comparison below `if __name__ == "__main__":`, or move that code to a module'
         )
     given: dict[str, Any] = {
-        "seeds": seeds, "engine": engine, "sweep": sweep, "points": points, "tune": tune, "reference": reference,
-        "target": target, "workers": workers,
+        "seeds": seeds, "sweep": sweep, "points": points, "tune": tune, "reference": reference, "target": target,
     }  # fmt: skip
-    _check_types(given)
+    _check_types({**given, "engine": engine, "workers": workers})
     chosen, values = ",".join(_names("methods", methods)), engines.flat(settings)
     data, ways = _names("datasets", datasets), _names("partitions", partitions)
     own = engines.as_path("out", out)
     folder = absolute(own) if own is not None else new_folder(Path("runs"), "compare")
     with terminal.quiet(quiet), removed_if_empty(folder) if own is None else nullcontext():
-        code = comparing.run(values, chosen, out=folder, datasets=data, partitions=ways, **given)
+        plan = comparing.Plan(values, chosen, datasets=data, partitions=ways, **given)
+        code = comparing.run(plan, folder, engine, workers)
     if code:
         raise RuntimeError(f"the comparison in {folder} is not complete: the lines above say why")
     return read_comparison(folder)

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -452,34 +452,51 @@ def run_on_ray(todo: Mapping[str, RunConfig], log: Path) -> dict[str, str]:
     return failed
 
 
-def run(
-    values: Mapping[str, Any],
-    methods: str,
-    seeds: int,
-    out: Path | None,
-    engine: str = "local",
-    *,
-    datasets: Sequence[str] = (),
-    partitions: Sequence[str] = (),
-    sweep: str = "",
-    points: str = "",
-    tune: str = "",
-    reference: str | None = None,
-    target: float | None = None,
-    workers: int | None = None,
-) -> int:
-    """Run a comparison, print its tables, write its files.
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a comparison, as its command asks for them.
 
-    Parameters
+    Attributes
     ----------
     values : flat run-config that all runs share.   methods : see :func:`parse_variants`.
     seeds : number of seeds, from the values' seed on.
-    out : folder of the comparison, default a new `./runs/compare-<time>`.
     datasets, partitions : none = those of the values.   sweep : see :func:`settings_of`.
     points, tune : see :func:`expand`; the tables hold the point of each method that `grid.choose` chose. With `tune`
         the points run with the first seed alone, and the chosen ones with all seeds.
     reference : label of the method to compare with; default Standalone, which is added where it is absent.
     target : accuracy in (0, 1) whose rounds and bytes are counted; None = what the reference ends at.
+    """
+
+    values: Mapping[str, Any]
+    methods: str
+    seeds: int = DEFAULT_SEEDS
+    datasets: Sequence[str] = ()
+    partitions: Sequence[str] = ()
+    sweep: str = ""
+    points: str = ""
+    tune: str = ""
+    reference: str | None = None
+    target: float | None = None
+
+    def command(self) -> str:
+        """Return the command that makes the same comparison."""
+        options = {
+            "methods": self.methods, "datasets": ",".join(self.datasets), "partitions": ",".join(self.partitions),
+            "sweep": self.sweep, "grid": self.points, "tune": self.tune, "on": "validation" if self.tune else "",
+            "reference": self.reference, "target": self.target, "seeds": self.seeds,
+        }  # fmt: skip
+        given = [(f"--{name}", str(value)) for name, value in options.items() if value not in (None, "")]
+        texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.values.items()}
+        given += [("--set", f"{key}={text}") for key, text in texts.items()]
+        return shlex.join(["fedapp", "compare", *(word for pair in given for word in pair)])
+
+
+def run(plan: Plan, out: Path | None, engine: str = "local", workers: int | None = None) -> int:
+    """Run a comparison, print its tables, write its files.
+
+    Parameters
+    ----------
+    out : folder of the comparison, default a new `./runs/compare-<time>`.
     workers : processes at a time on the local engine.
 
     Returns
@@ -488,28 +505,29 @@ def run(
     """
     if engine not in ("local", "ray"):
         raise BadRequest(f"engine = '{engine}': choose local or ray")
-    variants = parse_variants(methods)
-    settings = settings_of(values, datasets, partitions, sweep)
+    values, tune, reference = plan.values, plan.tune, plan.reference
+    variants = parse_variants(plan.methods)
+    settings = settings_of(values, plan.datasets, plan.partitions, plan.sweep)
     if reference is None:
         variants = with_standalone(values, variants, settings)
     alone = next((v for v in variants if v.method == "local"), variants[0])
     first = parse_variants(reference)[0].label if reference else alone.label
     if first not in [v.label for v in variants]:
         raise BadRequest(f"--reference {reference}: not among {', '.join(v.label for v in variants)}")
-    if target is not None and not 0 < target < 1:
-        raise BadRequest(f"--target {target:g}: a share between 0 and 1, such as 0.9")
+    if plan.target is not None and not 0 < plan.target < 1:
+        raise BadRequest(f"--target {plan.target:g}: a share between 0 and 1, such as 0.9")
     if workers is not None and (workers < 1 or engine != "local"):
         raise BadRequest("--workers: at least 1, with --engine local")
-    if points and tune:
+    if plan.points and tune:
         raise BadRequest("--tune and --grid are two searches: give one of them")
-    searched, option = (tune, TUNE) if tune else (points, "--grid")
+    searched, option = (tune, TUNE) if tune else (plan.points, "--grid")
     if tune:
         values = {"validation": VALIDATION, **values}
     if searched:
         variants = expand(variants, searched, option)
     folder = new_folder(Path("runs"), "compare") if out is None else absolute(out)
     with removed_if_empty(folder) if out is None else contextlib.nullcontext():
-        jobs = jobs_of(values, variants, settings, seeds, folder)
+        jobs = jobs_of(values, variants, settings, plan.seeds, folder)
         process.check_main([job.config.to_flat() for job in jobs], on_ray=engine == "ray")
         choice = grid.beforehand(jobs, option) if searched else []
     out = folder
@@ -533,13 +551,9 @@ def run(
         finished = [job for job in tabled if job.result.ok]
         shared = tables.verify(finished)
         alerts = [*shared.lines[int(shared.ok) :], *differences(tabled, grid.parse(tune, TUNE))]
-        options = {
-            "methods": methods, "datasets": ",".join(datasets), "partitions": ",".join(partitions), "sweep": sweep,
-            "grid": points, "tune": tune, "on": "validation" if tune else "", "reference": reference,
-            "target": target, "seeds": seeds,
-        }  # fmt: skip
         notes = [*notes, *shared.lines[: int(shared.ok)]]
-        tables.write(out, tabled, again, first, target, alerts, notes, command_of(options, values))
+        command = replace(plan, values=values).command()
+        tables.write(out, tabled, again, first, plan.target, alerts, notes, command)
     found = {p.parent for depth in (1, 2) for p in (out / "runs").glob("*/" * depth + "config.toml")}
     if others := sorted(str(p.relative_to(out / "runs")) for p in found - {j.out for j in jobs}):
         echo(f"not in these tables, but in {out / 'runs'}: {', '.join(others)}", err=True)
@@ -557,14 +571,6 @@ def run(
         refused = all(e.startswith("BadRequest") for e in failed.values()) and not finished
         return 2 if refused else 1
     return 0 if shared.ok and not unchosen else 1
-
-
-def command_of(options: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """Return the command that makes a comparison with these options and run-config values."""
-    given = [(f"--{name}", str(value)) for name, value in options.items() if value not in (None, "")]
-    texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
-    given += [("--set", f"{key}={text}") for key, text in texts.items()]
-    return shlex.join(["fedapp", "compare", *(word for pair in given for word in pair)])
 
 
 def with_standalone(

@@ -215,11 +215,7 @@ def _federated(
             dataset, split=split, clients=clients, seed=seed, min_samples=least, test_share=share
         )
     else:
-        partition = partitions.make(
-            dataset, kind=kind, split=split, clients=clients, seed=seed, alpha=settings.alpha,
-            classes_per_client=settings.classes_per_client,
-            min_samples=least, test_share=share, arguments=arguments,
-        )  # fmt: skip
+        partition = partitions.make(dataset, settings.replaced(partition=kind, split=split))
     partition = natural.given_validation(partition, dataset)
     _check_sizes(dataset, partition, public)
     specs = [InputSpec.of(part) for part in dataset.parts or (dataset,)]

@@ -78,7 +78,7 @@ def run(data: Path, out: Path, workers: int | None) -> int:
     recipe, codes = recipes.shipped()["har"], []
     for name, (methods, changed) in PARTS.items():
         values = {**recipe.settings, **changed, "data-dir": str(data.absolute())}
-        codes.append(compare.run(values, methods or recipe.methods, SEEDS, out / name, workers=workers))
+        codes.append(compare.run(compare.Plan(values, methods or recipe.methods, SEEDS), out / name, workers=workers))
     return max(codes)
 
 

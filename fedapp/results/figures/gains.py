@@ -197,6 +197,6 @@ def curves(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
         f"Line chart. At the end, in points: {ends}.",
         plots.curves(
             {"": lines}, xlabel=COMPLETED, ylabel="points", percent=False, floor=None,
-            baseline=("training alone", 0.0), band=bands(runs).removeprefix("; bands: "),
+            baseline=("training alone", 0.0, ""), band=bands(runs).removeprefix("; bands: "),
         ),
     )  # fmt: skip

@@ -201,14 +201,13 @@ def _in_numbers(axes: Axes) -> None:
 @styled
 def curves(
     panels: Panels, xlabel: str = "round", ylabel: str = "accuracy", height: float = 3.1, percent: bool = True,
-    baseline: tuple[str, float] | None = None, without: str = "", band: str = "",
-    floor: float | None = 0,
+    baseline: tuple[str, float, str] | None = None, band: str = "", floor: float | None = 0,
 ) -> Figure:  # fmt: skip
     """Draw lines with bands, a panel each, with one legend.
 
     Parameters
     ----------
-    baseline : name and height of a dotted line, in all panels but the one that is titled `without`.
+    baseline : name and height of a dotted line, and the title of a panel that does not have it.
     band : what half the height of a band is, for the legend; without it there are no bands.
     floor : lower end of an axis that is not in percent; None = where the lines end.
     """
@@ -227,7 +226,7 @@ def curves(
                 banded = True
         entitle(axes, title)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=xlabel.endswith(("round", "rounds", "epochs"))))
-        if baseline is not None and title != without:
+        if baseline is not None and title != baseline[2]:
             axes.axhline(baseline[1], color=MUTED, linewidth=1.0, linestyle=DOTTED)
     ends = [axes.get_xlim() for axes in grid]
     for axes in grid:  # panels that are compared have the same scales

@@ -61,16 +61,16 @@ def learning_curves(runs: Runs) -> Words:
     if run.card.get("majority_mean") is not None:
         caption += " Dotted: guessing each client's majority class."
     figure = plots.curves(
-        panels, baseline=guessing([run]), without=titles["balanced"], xlabel=COMPLETED,
+        panels, baseline=guessing([run], titles["balanced"]), xlabel=COMPLETED,
         band="one standard deviation over clients",
     )  # fmt: skip
     return caption, f"Line chart of accuracy by completed rounds: {ends}.", figure
 
 
-def guessing(runs: Runs) -> tuple[str, float] | None:
+def guessing(runs: Runs, without: str) -> tuple[str, float, str] | None:
     """Name and height of the line that guessing each client's majority class makes, a mean over runs."""
     known, _ = mean_and_std(r.card.get("majority_mean") for r in runs)
-    return None if math.isnan(known) else (f"guessing each client's majority class, {percent(known)}", known)
+    return None if math.isnan(known) else (f"guessing each client's majority class, {percent(known)}", known, without)
 
 
 def client_accuracy(runs: Runs) -> Words:
@@ -165,7 +165,7 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
             ends = "; ".join(
                 f"{p}: " + ", ".join(f"{c.label} {percent(c.mean[-1])}" for c in lines) for p, lines in panels.items()
             )
-            baseline = guessing(runs) if what == "accuracy" else None
+            baseline = guessing(runs, named("global")) if what == "accuracy" else None
             drawings.append(
                 Drawing(
                     f"curves-{what}{suffix}", heading + title,
@@ -173,7 +173,6 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
                     f"Line charts of {what} by completed rounds. At the end: {ends}.",
                     plots.curves(
                         panels, xlabel=COMPLETED, band=said.removeprefix("; bands: "), baseline=baseline,
-                        without=named("global"),
                     ),
                     source,
                 )
