@@ -25,8 +25,8 @@ def _deployment() -> None:
 
 @deployment.command("check")
 def deploy_check(
-    superlink: Annotated[
-        str | None,
+    places: Annotated[
+        list[str] | None,
         typer.Option("--superlink", "--address", help="name of a connection in Flower's configuration, or HOST:PORT"),
     ] = None,
     root_certificates: Annotated[Path | None, typer.Option(help="with HOST:PORT: the CA's certificate")] = None,
@@ -48,12 +48,14 @@ def deploy_check(
     from fedapp.deployment import deploy_check as deploycheck
     from fedapp.engines import deploy
 
-    named = superlink if superlink and ":" not in superlink else None
-    if named and (root_certificates or insecure):
+    place, *others = places or [""]
+    if others:
+        raise BadRequest("--superlink and --address exclude each other: name a connection, or give an address")
+    if (named := place if ":" not in place else "") and (root_certificates or insecure):
         raise BadRequest("--root-certificates and --insecure go with HOST:PORT: the connection names its own")
     if insecure and root_certificates:
         raise BadRequest("--insecure is plain HTTP without certificates: leave out --root-certificates or --insecure")
-    to = deploy.connection(named) if named else deploycheck.unnamed(superlink or "", root_certificates, insecure)
+    to = deploy.connection(named) if named else deploycheck.unnamed(place, root_certificates, insecure)
     found = deploycheck.check(to, node_config, key, certificate, roster, collect({}, sets))
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     rows = [(Text(f.state, style=colours[f.state]), f.name, f.found, f.remedy) for f in found]

@@ -417,8 +417,8 @@ def _read(
         whole = partitions.ClientSplit(rows[: data.num_train], rows[data.num_train :])
         mine = partitions.of_clients(data, "own", "given", [whole], {})
     else:
-        whole = DataSettings(partition="iid", split="holdout", clients=1, partition_seed=0, min_samples=1)
-        mine = partitions.make(data, whole)
+        alone = DataSettings(partition="iid", split="holdout", clients=1, partition_seed=0, min_samples=1)
+        mine = partitions.make(data, alone)
     mine = natural.given_validation(mine, data)
     if settings.validation and not len(mine.clients[0].validation):
         mine = partitions.hold_out(mine, settings.validation, 0, data)
