@@ -204,3 +204,10 @@ def test_pages_of_methods_have_the_same_parts(method: str) -> None:
 def test_phrases_that_plain_english_avoids_do_not_come_back() -> None:
     places = phrases.found(ROOT)
     assert len(places) <= phrases.MOST, "\n".join(places)
+
+
+def test_pages_have_one_word_for_a_body_and_for_the_weakest_clients() -> None:
+    """Names in code keep their words."""
+    other = re.compile(r"`[^`]*`|\b(extractors?|trunks?|worst (?:tenth|decile))\b", re.IGNORECASE)
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES if page.name != "CHANGELOG.md"}
+    assert not {name: found for name, text in texts.items() if (found := [w for w in other.findall(text) if w])}
