@@ -43,9 +43,9 @@ def server_model_seed(seed: int, k: int = 0) -> int:
     return derived_seed(seed, "server-model", k)
 
 
-def torch_generator(seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return the PyTorch generator of one purpose on `device`; the other parameters are those of `rng`."""
-    generator = torch.Generator(device=device)
+def torch_generator(seed: int, purpose: str, *numbers: int) -> torch.Generator:
+    """Return the PyTorch generator of one purpose, on the CPU; the parameters are those of `rng`."""
+    generator = torch.Generator()
     generator.manual_seed(derived_seed(seed, purpose, *numbers))
     return generator
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
 from fedapp.errors import BadRequest
 from fedapp.learning.state import StateError
@@ -110,15 +109,6 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(field: str, tmp_path: 
     with pytest.raises(BadRequest, match="round is '4', expected '9'"):
         checkpoint.recover(tmp_path, identity)
     assert not list(tmp_path.glob("*.damaged"))
-
-
-def test_a_checkpoint_of_an_earlier_version_can_be_read(tmp_path: Path) -> None:
-    """It names no schema, method, run or federation, and has no digest."""
-    header = {"round": 7, "scalars": {"s:n": 3}, "extra": {"best": 0.5}, "order": ["s:w"]}
-    save_file({"s:w": np.ones(2)}, tmp_path / "round-000007.safetensors", metadata={"fedapp": json.dumps(header)})
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and found[0] == 7 and found[1]["n"] == 3 and found[2] == {}
-    assert checkpoint.recover(tmp_path, {"method": "fedavg", "run": "aa", "federation": ""})[1] == []
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

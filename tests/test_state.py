@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import shutil
@@ -166,7 +165,7 @@ def test_a_state_of_another_method_or_schema_is_refused(tmp_path: Path) -> None:
     path = store(tmp_path).save(4, {"x": np.ones(1)})
     with pytest.raises(StateError, match=r"method is 'm', expected 'other'; use another state-dir"):
         store(tmp_path, method="other").load(before=9)
-    save_file({"x": np.ones(1)}, path, metadata={"fedapp": json.dumps({"schema": 99, "method": "m"})})
+    write_safetensors(path, {"x": np.ones(1)}, {"schema": 99, "method": "m"})
     with pytest.raises(StateError, match="has schema 99, this version reads 2"):
         store(tmp_path).load(before=9)
 
@@ -219,16 +218,6 @@ def test_a_digest_is_of_names_types_shapes_and_bytes_and_of_nothing_else(tmp_pat
     assert one == write_safetensors(tmp_path / "b", {"y": x[:0], "x": x.copy()}, {"round": 2}) and len(one) == 64
     others = [{"z": x, "y": x[:0]}, {"x": x.view(np.int32), "y": x[:0]}, {"x": x.reshape(2, 3), "y": x[:0]}, {"x": x}]
     assert len({one, *(write_safetensors(tmp_path / "c", o, {}) for o in others)}) == 5
-
-
-def test_states_of_version_1_can_be_read(tmp_path: Path) -> None:
-    """A run that an earlier version began goes on: its files name no federation and have no digest."""
-    path = tmp_path / "3" / "aa.000002.safetensors"
-    path.parent.mkdir()
-    header = {"schema": 1, "method": "m", "run": "aa", "round": 2}
-    save_file({"x": np.ones(2)}, path, metadata={"fedapp": json.dumps(header)})
-    stored = store(tmp_path).load(3)
-    assert stored is not None and stored.digest == "" and stored.arrays["x"].tolist() == [1, 1]
 
 
 def test_only_this_user_can_read_a_state(tmp_path: Path) -> None:

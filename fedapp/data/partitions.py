@@ -158,8 +158,7 @@ class Partition:
                 arrays = {key: archive[key] for key in archive.files}
             header = json.loads(str(arrays["header"]))
             parts = {}
-            # Files of earlier versions have no validation splits.
-            for part in (p for p in PARTS if p in arrays or p != "validation"):
+            for part in PARTS:
                 sizes = arrays[f"{part}_sizes"]
                 if sizes.sum() != len(arrays[part]):
                     raise ValueError(f"{part}: sizes and indices disagree")

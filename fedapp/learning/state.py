@@ -29,8 +29,6 @@ from fedapp.files import atomic, private_folder
 from fedapp.method import Array, Arrays
 
 SCHEMA = 2
-READABLE = (1, SCHEMA)
-"""Schema versions that can be read. Files of version 1 have no digest and do not name federation and client."""
 KEPT = 3
 """Rounds that are kept, of a client's state and of the server's: a resumed run can go back over two damaged ones."""
 _FILE = re.compile(r"^(?P<run>[0-9a-f]+)\.(?P<round>\d{6})\.safetensors$")
@@ -62,7 +60,7 @@ class Stored:
 
     Attributes
     ----------
-    digest : SHA-256 of all arrays of the file, the first 32 hexadecimal digits; empty in files of schema 1.
+    digest : SHA-256 of all arrays of the file, the first 32 hexadecimal digits.
     expected : the digest that the server expected when the state was written: that of the last one it knew of.
     counted : whether the reply that went with the state counted, so that the server has what it said. A state of an
         earlier run has not, and where nothing is known of a server every one has.
@@ -160,7 +158,7 @@ def read_checked(
 ) -> tuple[Arrays, dict[str, Any], str]:
     """Read what `write_safetensors` wrote: arrays, as far as their names begin with `prefix`, header and digest.
 
-    The bytes of all arrays that are read are compared with the header; a file of an earlier version has no digest ("").
+    The bytes of all arrays that are read are compared with the header.
 
     Parameters
     ----------
@@ -177,9 +175,9 @@ def read_checked(
             arrays = {n: f.get_tensor(n) for n in names if n.startswith(prefix) and n not in without}
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
-        contents = header.pop("contents", None)
-        if contents is None:
-            return arrays, header, ""
+        if "contents" not in header:
+            raise ValueError("it has no digest: fedapp 0.1 wrote it, and reads it")
+        contents = header.pop("contents")
         if sorted(names) != sorted(contents):
             raise ValueError("its arrays are not those that its header lists")
         for name, array in arrays.items():
@@ -209,17 +207,15 @@ def read_safetensors(path: Path, prefix: str = "") -> tuple[Arrays, dict[str, ob
 def check_header(path: Path, header: Mapping[str, Any], wanted: Mapping[str, Any], remedy: str) -> None:
     """Compare the header of a file with the expected one.
 
-    Fields that the file does not name, as those of schema 1, are passed over.
-
     Raises
     ------
     StateError : names the file, the field, both values and the remedy.
     """
-    if header.get("schema", 1) not in READABLE:
+    if header.get("schema") != SCHEMA:
         raise StateError(f"{path} has schema {header.get('schema')}, this version reads {SCHEMA}; start a new run")
     for name, value in wanted.items():
-        if name in header and header[name] != value:
-            raise StateError(f"{path}: {name} is '{header[name]}', expected '{value}'; {remedy}")
+        if header.get(name) != value:
+            raise StateError(f"{path}: {name} is '{header.get(name)}', expected '{value}'; {remedy}")
 
 
 def read_head_norms(folder: Path, run: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -234,7 +230,7 @@ def read_head_norms(folder: Path, run: str) -> tuple[NDArray[np.int64], NDArray[
 def _saved(path: Path) -> int:
     """Return when a state was written, in ns since 1970: by its header, for a copy of a file has a time of its own.
 
-    Files of earlier versions do not say it, and nor does a damaged one: of these it is the time of the file.
+    A damaged one does not say it: then it is the time of the file.
     """
     try:
         with safe_open(str(path), framework="numpy") as f:

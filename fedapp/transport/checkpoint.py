@@ -162,7 +162,7 @@ def recover(folder: Path, identity: Mapping[str, str] | None = None) -> tuple[Fo
 
     Parameters
     ----------
-    identity : as in `save`. Fields that a file of an earlier version does not name are not compared.
+    identity : as in `save`.
 
     Returns
     -------
