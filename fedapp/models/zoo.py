@@ -197,6 +197,19 @@ def _two_convolutions(channels: int, size: int, c1: int, c2: int) -> tuple[list[
     return [*first, nn.Conv2d(c1, c2, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()], c2 * side * side
 
 
+def _convolutions(
+    channels: int, size: int, hidden: int, *layers: tuple[int, int, int, int], series: bool = False
+) -> Stages:
+    """Return padded convolutions of (channels, window, stride, pool), each with ReLU, then flatten and fc `hidden`."""
+    convolution, pooling = (nn.Conv1d, nn.MaxPool1d) if series else (nn.Conv2d, nn.MaxPool2d)
+    parts: list[nn.Module] = []
+    for c, window, stride, pool in layers:
+        parts.append(convolution(channels, c, window, stride=stride, padding=window // 2))
+        parts += [pooling(pool), nn.ReLU()] if pool > 1 else [nn.ReLU()]
+        channels, size = c, -(-size // stride) // pool
+    return _named(*parts, nn.Flatten(), _fc(channels * size ** (1 if series else 2), hidden))
+
+
 def _cnn(channels: int, size: int) -> Stages:
     """4-layer CNN: conv 32, conv 64, fc 512 (the output layer is the fourth)."""
     layers, flat = _two_convolutions(channels, size, 32, 64)
@@ -230,12 +243,7 @@ def _moon(channels: int, size: int) -> Stages:
 
 def _digits_a(channels: int, size: int) -> Stages:
     """Strided CNN: conv 3x3/2 16, conv 3x3 32, fc 64."""
-    side = -(-size // 2)
-    return _named(
-        nn.Conv2d(channels, 16, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
-        nn.Flatten(), _fc(32 * side * side, 64),
-    )  # fmt: skip
+    return _convolutions(channels, size, 64, (16, 3, 2, 1), (32, 3, 1, 1))
 
 
 def _digits_b(channels: int, size: int) -> Stages:
@@ -260,33 +268,18 @@ def _identity(numbers: int, _: int) -> Stages:
 
 def _cnn1d(channels: int, steps: int) -> Stages:
     """CNN for series: conv 7/2 32, conv 5 48, conv 3 64, each pooled by 2; fc 56."""
-    last = -(-steps // 2) // 8
-    return _named(
-        nn.Conv1d(channels, 32, 7, stride=2, padding=3), nn.MaxPool1d(2), nn.ReLU(),
-        nn.Conv1d(32, 48, 5, padding=2), nn.MaxPool1d(2), nn.ReLU(),
-        nn.Conv1d(48, 64, 3, padding=1), nn.MaxPool1d(2), nn.ReLU(),
-        nn.Flatten(), _fc(64 * last, 56),
-    )  # fmt: skip
+    convolutions = (32, 7, 2, 2), (48, 5, 1, 2), (64, 3, 1, 2)
+    return _convolutions(channels, steps, 56, *convolutions, series=True)
 
 
 def _digits_c(channels: int, size: int) -> Stages:
     """One convolution with large windows: conv 5x5/2 32, pool 2, fc 64."""
-    side = -(-size // 2) // 2
-    return _named(
-        nn.Conv2d(channels, 32, 5, stride=2, padding=2), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Flatten(), _fc(32 * side * side, 64),
-    )  # fmt: skip
+    return _convolutions(channels, size, 64, (32, 5, 2, 2))
 
 
 def _cnn_a(channels: int, size: int) -> Stages:
     """Small pooled CNN: conv 5x5 16, conv 5x5 32, conv 3x3 32, each pooled by 2; fc 512."""
-    side = size // 8
-    return _named(
-        nn.Conv2d(channels, 16, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Conv2d(16, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Conv2d(32, 32, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Flatten(), _fc(32 * side * side, 512),
-    )  # fmt: skip
+    return _convolutions(channels, size, 512, (16, 5, 1, 2), (32, 5, 1, 2), (32, 3, 1, 2))
 
 
 def _cnn_b(channels: int, size: int) -> Stages:
@@ -307,13 +300,7 @@ def _cnn_b(channels: int, size: int) -> Stages:
 
 def _cnn_c(channels: int, size: int) -> Stages:
     """Strided CNN without pooling: conv 3x3/2 24, conv 3x3/2 48, conv 3x3/2 64; fc 512."""
-    side = -(-size // 8)
-    return _named(
-        nn.Conv2d(channels, 24, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Conv2d(24, 48, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Conv2d(48, 64, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Flatten(), _fc(64 * side * side, 512),
-    )  # fmt: skip
+    return _convolutions(channels, size, 512, (24, 3, 2, 1), (48, 3, 2, 1), (64, 3, 2, 1))
 
 
 def _cnn_d(channels: int, size: int) -> Stages:
