@@ -24,7 +24,7 @@ from fedapp import config as configuration
 from fedapp import registry, sampling
 from fedapp.core.averages import RunningMean
 from fedapp.core.robust import UNGUARDED
-from fedapp.data import datasets, partitions
+from fedapp.data import datasets, natural, partitions
 from fedapp.data.dataset import Dataset
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec, normalise
@@ -58,7 +58,8 @@ def exchange(**changes: Any) -> FederationSettings:
 def partitioned(dataset: Dataset, *, kind: str, seed: int, arguments: str = "", **more: Any) -> Partition:
     """Divide a data set by settings whose ranges are not checked."""
     own = {"partition": kind, "partition_seed": seed, "partition_args": arguments, **more}
-    return partitions.make(dataset, DataSettings().replaced(**own))
+    make = natural.by_client if kind == "by-client" else partitions.make
+    return make(dataset, DataSettings().replaced(**own))
 
 
 def short(**changes: Any) -> TrainingSettings:

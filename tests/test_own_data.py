@@ -138,7 +138,7 @@ def test_the_last_class_may_have_test_rows_alone(tmp_path: Path) -> None:
     y = np.append(np.arange(50) % 2, np.full(10, 2))
     columns = {"x": np.arange(120, dtype=np.float32).reshape(60, 2), "y": y, "client": np.arange(60) // 5 % 2}
     data = loaded(tmp_path, {**columns, "split": np.repeat(["train", "test"], [40, 20])})
-    card = data_card(data, natural.by_client(data, split="given", clients=0, seed=0, min_samples=1))
+    card = data_card(data, partitioned(data, kind="by-client", split="given", clients=0, seed=0, min_samples=1))
     assert data.classes == ("0", "1", "2") and card.untrained == ("2",)
     assert card.test.tolist() == [[3, 2, 5], [2, 3, 5]]
 
@@ -292,7 +292,7 @@ def rows_by(data: Dataset, part: str, partition: partitions.Partition) -> list[s
 
 def test_each_client_holds_the_rows_of_its_owner(tmp_path: Path) -> None:
     data = loaded(tmp_path, sensors())
-    partition = natural.by_client(data, split="given", clients=0, seed=0, min_samples=1)
+    partition = partitioned(data, kind="by-client", split="given", clients=0, seed=0, min_samples=1)
     assert partition.names == PERSONS and rows_by(data, "train", partition) == [{p} for p in PERSONS]
     assert rows_by(data, "test", partition) == [{p} for p in PERSONS]
     held = np.concatenate([rows for c in partition.clients for rows in (c.train, c.test)])
@@ -303,14 +303,14 @@ def test_each_client_holds_the_rows_of_its_owner(tmp_path: Path) -> None:
 @pytest.mark.parametrize("split", ["holdout", "merged"])
 def test_a_cut_keeps_groups_whole_and_every_class_on_both_sides(split: str, tmp_path: Path) -> None:
     data = loaded(tmp_path, sensors(480))
-    partition = natural.by_client(data, split=split, clients=0, seed=3, min_samples=1)
+    partition = partitioned(data, kind="by-client", split=split, clients=0, seed=3, min_samples=1)
     assert data.groups is not None
     for client in partition.clients:
         assert not set(data.groups[client.train]) & set(data.groups[client.test])
         assert set(data.pool_labels[client.train]) == set(data.pool_labels[client.test]) == {0, 1, 2}
         share = len(client.test) / (len(client.test) + len(client.train))
         assert 0.15 <= share <= 0.35
-    again, other = (natural.by_client(data, split=split, clients=0, seed=s, min_samples=1) for s in (3, 4))
+    again, other = (partitioned(data, kind="by-client", split=split, clients=0, seed=s, min_samples=1) for s in (3, 4))
     assert again.hash == partition.hash != other.hash
     end = data.num_train + (data.num_test if split == "merged" else 0)
     held = np.concatenate([rows for c in partition.clients for rows in (c.train, c.test)])
@@ -337,16 +337,18 @@ def test_small_owners_are_left_out_and_named(tmp_path: Path) -> None:
     columns = sensors()
     columns["client"][:3] = "eve"
     data = loaded(tmp_path, columns)
-    partition = natural.by_client(data, split="given", clients=0, seed=0, min_samples=10)
+    partition = partitioned(data, kind="by-client", split="given", clients=0, seed=0, min_samples=10)
     assert partition.names == PERSONS and partition.settings["left_out"] == ["eve"]
     assert "left out" in simulated_card(tmp_path / "own.npz")
     with pytest.raises(BadRequest, match=r"4 of the 5 owners .* have min-samples = 10 rows"):
-        natural.by_client(data, split="given", clients=5, seed=0, min_samples=10)
+        partitioned(data, kind="by-client", split="given", clients=5, seed=0, min_samples=10)
 
 
 def test_fewer_clients_are_drawn_with_the_seed(tmp_path: Path) -> None:
     data = loaded(tmp_path, sensors())
-    drawn = {natural.by_client(data, split="given", clients=2, seed=s, min_samples=1).names for s in range(12)}
+    drawn = {
+        partitioned(data, kind="by-client", split="given", clients=2, seed=s, min_samples=1).names for s in range(12)
+    }
     assert len(drawn) > 3 and all(list(names) == sorted(names) and len(names) == 2 for names in drawn)
 
 
@@ -365,11 +367,10 @@ def test_given_validation_rows_leave_training(tmp_path: Path) -> None:
 def test_without_the_column_it_says_what_to_add(tmp_path: Path) -> None:
     data = loaded(tmp_path, {"x": X, "y": Y})
     with pytest.raises(BadRequest, match="needs a column client"):
-        natural.by_client(data, split="holdout", clients=0, seed=0, min_samples=1)
+        partitioned(data, kind="by-client", split="holdout", clients=0, seed=0, min_samples=1)
     with pytest.raises(BadRequest, match="add a column split, or use holdout"):
-        natural.by_client(
-            loaded(tmp_path, {"x": X, "y": Y, "client": Y}, "c.npz"), split="given", clients=0, seed=0, min_samples=1
-        )
+        data = loaded(tmp_path, {"x": X, "y": Y, "client": Y}, "c.npz")
+        partitioned(data, kind="by-client", split="given", clients=0, seed=0, min_samples=1)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +393,7 @@ def test_settings_that_contradict_natural_clients(values: dict[str, Any], messag
 
 def test_the_three_forms_of_an_index_file_say_the_same(tmp_path: Path) -> None:
     data = loaded(tmp_path, sensors())
-    partition = natural.by_client(data, split="given", clients=0, seed=0, min_samples=1)
+    partition = partitioned(data, kind="by-client", split="given", clients=0, seed=0, min_samples=1)
     partition.save(tmp_path / "partition.npz")
     listed = [
         {"name": name, **{part: getattr(c, part).tolist() for part in partitions.PARTS}}
@@ -458,7 +459,7 @@ def test_a_run_repeats_the_partition_that_another_saved(tmp_path: Path) -> None:
 def test_leaks_are_found_and_clean_data_have_none(tmp_path: Path) -> None:
     columns = sensors()
     data = loaded(tmp_path, columns)
-    partition = natural.by_client(data, split="given", clients=0, seed=0, min_samples=1)
+    partition = partitioned(data, kind="by-client", split="given", clients=0, seed=0, min_samples=1)
     assert leaks(data, partition) == []
     train, test = (np.flatnonzero(columns["split"] == part) for part in ("train", "test"))
     columns["x"][test[:3]] = columns["x"][train[:3]]

@@ -25,26 +25,24 @@ from fedapp.data.dataset import Dataset
 from fedapp.data.names import is_there
 from fedapp.data.partitions import TEST_FRACTION, ClientSplit, Partition, cut, of_clients
 from fedapp.errors import BadRequest, suggest_choice
+from fedapp.settings import DataSettings
 
 SPLITS = ("given", "holdout", "merged")
 
 
-def by_client(
-    dataset: Dataset, *, split: str, clients: int, seed: int, min_samples: int, test_share: float = TEST_FRACTION
-) -> Partition:
+def by_client(dataset: Dataset, settings: DataSettings) -> Partition:
     """Return the natural clients of a data set.
 
     Parameters
     ----------
-    split : one of :data:`SPLITS`.
-    clients : how many; 0 = all, fewer are drawn with the seed and keep their order.
-    min_samples : owners with fewer rows (`given`: training rows) are left out; the settings name them.
-    test_share : share of a client's rows that is for testing (`holdout`, `merged`).
+    settings : `split` is one of :data:`SPLITS`; `clients` 0 = all, fewer are drawn with `partition_seed` and keep their
+        order; owners with fewer rows than `min_samples` (`given`: training rows) are left out, and named in the result.
 
     Raises
     ------
     BadRequest : no column `client`, no test rows for `given`, or fewer owners than clients.
     """
+    split, clients, least, seed = settings.split, settings.clients, settings.min_samples, settings.partition_seed
     if dataset.owners is None:
         raise BadRequest(
             f"partition = 'by-client' needs a column client, which {dataset.name} does not have: add one entry per row "
@@ -58,11 +56,11 @@ def by_client(
     owners = dataset.owners[pool]
     counted = owners[: dataset.num_train] if split == "given" else owners
     sizes = np.bincount(counted, minlength=len(dataset.owner_names))
-    enough = np.flatnonzero(sizes >= max(1, min_samples))
+    enough = np.flatnonzero(sizes >= least)
     if clients > len(enough) or not len(enough):
         raise BadRequest(
             f"clients = {clients}: {len(enough)} of the {len(sizes)} owners in {dataset.name} have min-samples = "
-            f"{min_samples} rows or more: lower clients or min-samples, or set clients = 0 for all"
+            f"{least} rows or more: lower clients or min-samples, or set clients = 0 for all"
         )
     if clients:
         draw = np.random.default_rng(np.random.SeedSequence([seed, 300]))
@@ -76,12 +74,12 @@ def by_client(
         if split == "given":
             train, test = rows[rows < dataset.num_train], rows[rows >= dataset.num_train]
         else:
-            train, test = cut(rows, labels, dataset.groups, rng, test_share)
+            train, test = cut(rows, labels, dataset.groups, rng, settings.test_share)
         members.append(ClientSplit(np.sort(train), np.sort(test)))
-    small = np.flatnonzero((sizes < max(1, min_samples)) & (np.bincount(dataset.owners, minlength=len(sizes)) > 0))
+    small = np.flatnonzero((sizes < least) & (np.bincount(dataset.owners, minlength=len(sizes)) > 0))
     facts = {
-        "seed": seed, "min_samples": min_samples, "left_out": [dataset.owner_names[o] for o in small],
-        **({} if test_share == TEST_FRACTION else {"test_share": test_share}),
+        "seed": seed, "min_samples": least, "left_out": [dataset.owner_names[o] for o in small],
+        **({} if settings.test_share == TEST_FRACTION else {"test_share": settings.test_share}),
     }  # fmt: skip
     return of_clients(dataset, "by-client", split, members, facts, [dataset.owner_names[o] for o in enough])
 

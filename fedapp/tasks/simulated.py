@@ -192,10 +192,8 @@ def _federated(
     one_size: bool,
     version: tuple[str | int, ...],  # of the partition's file
 ) -> FederatedData:
-    kind, clients, seed = settings.partition, settings.clients, settings.partition_seed
+    kind, clients, seed, how = settings.partition, settings.clients, settings.partition_seed, settings.normalise
     split: str = settings.split
-    file, arguments, how = settings.partition_file, settings.partition_args, settings.normalise
-    share, least = settings.test_share, settings.min_samples
     name = whole.name
     whole = whole.of_one_size() if one_size else whole
     dataset = sample(whole, settings.data_fraction, sampling.rng(seed, "data-fraction"))
@@ -204,18 +202,19 @@ def _federated(
     if split == "auto":
         given = "given" if kind == "by-client" else "official"
         # The official test rows are dealt by labels: a client that is one owner would be tested on other owners' rows.
-        given = "merged" if flower.is_named(kind) and flower.column(kind, arguments) != "label" else given
+        given = "merged" if flower.is_named(kind) and flower.column(kind, settings.partition_args) != "label" else given
         split = given if dataset.num_test else "holdout"
+    settings = settings.replaced(partition=kind, split=split)
     if kind == "file":
-        partition = natural.from_file(dataset, Path(file))
+        partition = natural.from_file(dataset, Path(settings.partition_file))
         if clients not in (0, len(partition.clients)):
-            raise BadRequest(f"clients = {clients}, but {file} lists {len(partition.clients)}: set clients = 0")
+            raise BadRequest(
+                f"clients = {clients}, but {settings.partition_file} lists {len(partition.clients)}: set clients = 0"
+            )
     elif kind == "by-client":
-        partition = natural.by_client(
-            dataset, split=split, clients=clients, seed=seed, min_samples=least, test_share=share
-        )
+        partition = natural.by_client(dataset, settings)
     else:
-        partition = partitions.make(dataset, settings.replaced(partition=kind, split=split))
+        partition = partitions.make(dataset, settings)
     partition = natural.given_validation(partition, dataset)
     _check_sizes(dataset, partition, public)
     specs = [InputSpec.of(part) for part in dataset.parts or (dataset,)]
