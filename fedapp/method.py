@@ -149,6 +149,11 @@ class ClientInfo:
     common: Mapping[str, Any] = field(default_factory=dict)
     largest: float | None = field(default=None, kw_only=True)
 
+    @property
+    def body(self) -> str:
+        """SHA-256 of the pretrained body whose features the client has, where they must be equal; else empty."""
+        return str(self.common.get("body", ""))
+
 
 @dataclass(frozen=True)
 class ServerContext:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -27,6 +28,7 @@ from fedapp.data import partitions
 from fedapp.data.card import data_card, in_lines
 from fedapp.errors import BadRequest, counted, plain
 from fedapp.federation import server_model
+from fedapp.federation.bodies import ByBody, Together
 from fedapp.federation.central import CentralTest
 from fedapp.federation.context import server_context
 from fedapp.federation.hook import Hook, Hooks, Setup
@@ -222,6 +224,8 @@ class Run(Setup):
         self.names: list[str] = []
         self.about: dict[str, object] = {}
         self.infos: list[ClientInfo] = []
+        self.parts: dict[str, Run] = {}
+        self.body = ""  # of a part
 
     def _clients(self, grid: Grid, request: RoundRequest, settings: FederationSettings) -> Cohort:
         """Return the clients, before any of them is asked."""
@@ -324,11 +328,13 @@ class Run(Setup):
             self.tell({"kind": "warning", "text": text})
         self._register()
         config = self.config
-        self.spec = server_model.choose(self.manager, self.infos, config, lambda spec: self._context(spec).initial)
-        self.infos = [i for i in self.infos if i.client in self.manager.infos]
-        self.central = self._data()
-        self.header = self._model_header()
-        self.strategy.context = context = self._context(self.spec, self.central)
+        several = (*self.parts.values(), self)
+        for part in several:
+            part._choose()
+        data = self._data()
+        for part in several:
+            part._prepare(data)
+        context = self.strategy.context
         sizes = {i.client: i.num_samples for i in self.infos}
         tunes = self.method.client.tunes()
         self.scoring = scoring.scoring(config, sizes, self.spec.num_classes, self.simulation, tunes)
@@ -354,6 +360,32 @@ class Run(Setup):
         self.tell({"kind": "end", "summary": found})
         return found
 
+    def _choose(self) -> None:
+        """Choose the server's model; clients that do not fit it are left out."""
+        of = partial(server_model.choose, self.manager, self.infos, self.config)
+        self.spec = of(lambda spec: self._context(spec).initial)
+        self.infos = [i for i in self.infos if i.client in self.manager.infos]
+
+    def _prepare(self, data: tasks.FederatedData | None) -> None:
+        """Make the test set of the `global` score and all that depends on the model."""
+        wanted = bool(self.method.global_model and "global" in self.config.evaluation.measured and not self.parts)
+        rows = data.central(self.device, self.body) if data is not None and wanted else None
+        client = self.infos[0].client
+        inputs = data.size_of(client) if data is not None else None
+        self.central = CentralTest(self.strategy, self.spec, client, wanted, rows, inputs, self.device)
+        if self.body and data is not None and inputs is not None:
+            self.about = described(inputs, data.dataset.classes)
+        self.header = self._model_header()
+        self.strategy.context = self._context(self.spec, self.central)
+
+    def _part(self, body: str) -> Run:
+        """Return this run with a strategy of its own and with the clients of one body."""
+        part = copy.copy(self)
+        part.parts, part.body = {}, body
+        part.strategy = self.method.strategy(self.method, self.hparams, policy=self.strategy.policy)
+        part.infos = [i for i in self.infos if i.body == body]
+        return part
+
     def _take_start(self) -> Progress | None:
         """Return the point from which the run continues, and hold its states no longer: they may be large."""
         start, self.start, self.remembered = self.start, None, {}
@@ -361,6 +393,13 @@ class Run(Setup):
 
     def _make_hooks(self) -> None:
         """Make the clients of the loop and its hooks, as a checkpoint remembers them."""
+        together = Together(self.hooks)
+        for part in self.parts.values():
+            others = self.manager.nodes.keys() - {i.client for i in part.infos}
+            part.cohort = Participants(self.manager, part.strategy, together, unseen=others, secure=part._secure())
+            part.strategy = part.cohort.strategy
+        if self.parts:
+            self.strategy = ByBody({b: p.cohort for b, p in self.parts.items()}, self.manager.infos)
         self.cohort = Participants(
             self.manager, self.strategy, self.hooks, unseen=self.unseen, each=self.scoring.each,
             retrains=self.config.evaluation.final_training, secure=self._secure(),
@@ -394,7 +433,7 @@ class Run(Setup):
             self.manager.enrol(self._members(self.manager), by_size=bool(config.training.lr_schedule_steps))
         elif isinstance(self.manager, NodeCohort):
             self.manager.gather(config.data.clients)
-        self.manager.agree(self.method)
+        bodies = self.manager.agree(self.method, config.data.named_bodies)
         if not self.simulation:
             self.manager.leave_out(server_model.impossible(self.manager))
         present = [i for _, i in sorted(self.manager.infos.items())]
@@ -415,6 +454,14 @@ class Run(Setup):
         self.infos = [i for i in present if i.client not in self.unseen]
         configuration.check_liars(config, len(self.infos), self.simulation)
         configuration.check_sums(config, len(self.infos))
+        for body in filter(None, bodies):
+            part = self._part(body)
+            try:
+                configuration.check_sums(config, len(part.infos))
+                self.parts[body] = part
+            except BadRequest as e:
+                why = f"the body {body[:8]} has too few clients: {e}"
+                self.manager.leave_out(dict.fromkeys((i.client for i in part.infos), why))
 
     def _members(self, cohort: VirtualCohort) -> list[Member]:
         """Return the clients of a simulation as configuration and partition say."""
@@ -425,19 +472,17 @@ class Run(Setup):
                 c, len(own.train) - (0 if len(own.validation) else self.method.held_out(self.hparams, len(own.train))),
                 len(own.test),
                 tasks.model_for(config, c, data.size_of(c)), data.size_of(c).shape,
+                data.size_of(c).body if config.data.bodies else "",
             )
             for c, own in enumerate(data.partition.clients)
         ]  # fmt: skip
 
-    def _data(self) -> CentralTest:
+    def _data(self) -> tasks.FederatedData | None:
         """Load the data if the server has them: for the data card, and for the test set of the `global` score."""
         config = self.config
-        wanted = bool(self.method.global_model and "global" in config.evaluation.measured)
-        client = self.infos[0].client
-        central = CentralTest(self.strategy, self.spec, client, wanted, None, None, self.device)
         shares = self.manager.partitions()
         if not self.simulation and not shares:
-            return central
+            return None
         try:
             data = tasks.federated(config, config.data.clients or max(len(self.manager.infos), shares))
         except BadRequest as e:
@@ -445,7 +490,7 @@ class Run(Setup):
                 raise
             text = f"no data card and no global score, because the server lacks the data: {e}"
             self.tell({"kind": "warning", "text": text})
-            return central
+            return None
         # Where each client normalises by itself, the server's model goes with no transform.
         self.about = {} if data.own_moments or data.dataset.parts else described(data.inputs, data.dataset.classes)
         card = data_card(data.dataset, data.partition)
@@ -462,8 +507,7 @@ class Run(Setup):
         write_json(self.out / "data_card.json", card.to_dict(), indent=2 if len(card.train) <= LISTED else None)
         (self.out / "data_card.txt").write_text(card.text(max_clients=LISTED) + "\n", encoding="utf-8")
         self.tell({"kind": "data", "text": card.text()})
-        central.inputs, central.data = data.inputs, data.central(self.device) if wanted else None
-        return central
+        return data
 
     def _context(self, spec: ModelSpec, central: CentralTest | None = None) -> ServerContext:
         context = server_context(
@@ -472,7 +516,7 @@ class Run(Setup):
             spec,
             self.infos,
             seed=self.config.federation.seed,
-            width=int(self.manager.facts[self.manager.reference]["width"]),
+            width=int(self.manager.facts[self.infos[0].client if self.body else self.manager.reference]["width"]),
             buffers=self.config.training.buffers,
             score=central.accuracy if central else None,
         )
@@ -483,7 +527,7 @@ class Run(Setup):
         config = self.config
         if not config.secure.secure_sum:
             return None
-        path = self.out / "opened-sums.json"
+        path = self.out / f"opened-sums{self.body and '-'}{self.body[:8]}.json"
         try:
             before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
             opened = Opened({str(n): [int(c) for c in ids] for n, ids in before.items()}, partial(write_json, path))

@@ -344,7 +344,7 @@ WithBody = Annotated[
     typer.Option(
         "--with",
         help="take raw pictures or texts: the body on whose features the model was trained, as in 'text.onnx "
-        "tokenizer=tokenizer.json'",
+        "tokenizer=tokenizer.json'; of several heads, 8 digits of a body's SHA-256 choose one for rows of features",
         metavar="BODY",
     ),
 ]
@@ -353,13 +353,14 @@ Allow = Annotated[
 ]
 
 
-def _loaded(run: Path, client: str | None, received: bool = False, allow: str = "") -> Any:
+def _loaded(run: Path, client: str | None, received: bool = False, allow: str = "", body: str = "") -> Any:
     """Load the model that the command line names; without a client the global model."""
-    from fedapp.results.loading import load
+    from fedapp.results.loading import load, load_with
 
     number = int(client) if client is not None and client.isdecimal() else client
     number = number.removeprefix("name:") if isinstance(number, str) else number
-    return load(run, number, "received" if received else "trained", allow)
+    how: dict[str, Any] = {"client": number, "point": "received" if received else "trained", "allow": allow}
+    return load_with(run, body, **how) if body else load(run, **how)
 
 
 @app.command(rich_help_panel="Use a model")
@@ -395,13 +396,14 @@ def predict(
         raise BadRequest("--client and --received go with --run: a model file holds one model")
     if run is not None and dataset:
         raise BadRequest("--dataset goes with --model: the data set of a run is known")
-    if model is not None:
-        net = predicting.read_model(model, dataset, allow=allow)
-    else:
-        net = _loaded(run or Path(), client, received, allow)
     if text and not body:
         raise BadRequest("--text goes with --with: the body that turns texts into features")
-    found = predicting.run(net.with_body(body) if body else net, files, text)
+    if model is not None:
+        head = predicting.read_model(model, dataset, allow=allow)
+        net = head.with_body(body) if body else head
+    else:
+        net = _loaded(run or Path(), client, received, allow, body)
+    found = predicting.run(net, files, text)
     if out is not None:
         with explained(f"{out} cannot be written", "choose another --out"):
             write_table(out, found)
@@ -433,8 +435,7 @@ def export(
     from fedapp.results import exporting
 
     plugins.look_beside(Path("run.toml"))
-    net = _loaded(run, client, received, allow)
-    net = net.with_body(body) if body else net
+    net = _loaded(run, client, received, allow, body)
     difference = exporting.write(net, to, out)
     echo(f"{net.about}\ntakes {net.wanted()}, returns logits (N, {len(net.classes)})")
     echo(f"largest difference from the module on {exporting.CHECKED} samples: {difference:.2g}\nwritten to {out}")

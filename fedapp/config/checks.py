@@ -19,12 +19,13 @@ from fedapp.learning import evaluation
 from fedapp.learning.optimizers import parse_schedule, takes
 from fedapp.learning.training import class_numbers, make_optimizer
 from fedapp.method import BaseHParams, Method
-from fedapp.models import IDENTITY, MODEL_NAMES, check_form, frozen, is_own, own
+from fedapp.models import ADAPTER, IDENTITY, MODEL_NAMES, check_form, frozen, is_own, own
 from fedapp.settings import unless_auto
 from fedapp.settings.evaluation import ALWAYS, CONFUSION, PROTOCOLS, share_of, whole_numbers
 from fedapp.transport.traffic import needed_replies
 
 OR_OWN = ", or name your own as package.module:function"
+_BODY = re.compile(r"\A[0-9a-f]{8,64}\Z")
 _FEDERATION = re.compile(r"\A[a-z0-9-]{1,64}\Z")
 
 
@@ -50,6 +51,7 @@ def check(config: RunConfig) -> None:
     _check_wire(config, hparams)
     dp_rules.check(config, method, hparams)
     _check_partition(config)
+    _check_bodies(config, hparams)
     rounds, every = config.federation.num_server_rounds, scores.evaluate_every
     chooses = scores.select == "validation"
     least, clients = unless_auto(config.federation.min_clients, 0), config.data.clients
@@ -146,6 +148,21 @@ def _check_partition(config: RunConfig) -> None:
         raise BadRequest("split = 'given' goes with partition = 'by-client': choose official, merged or holdout")
     if (kind == "file") != bool(data.partition_file):
         raise BadRequest("partition = 'file' and partition-file go together: give both, or neither")
+
+
+def _check_bodies(config: RunConfig, hparams: BaseHParams) -> None:
+    """Refuse `bodies` where one model of all clients is trained, or a setting is for one body."""
+    for body in (bodies := config.data.named_bodies):
+        if not _BODY.match(body):
+            raise BadRequest(f"bodies: '{body}' is not the first 8 or more digits of a body's SHA-256")
+    if bodies and (getattr(hparams, "base", "") != "none" or set(config.model.names) != {IDENTITY}):
+        raise BadRequest(
+            f"bodies gives each body a head of one exchange, with model = {IDENTITY} and fed3r, lda, qda, fedncm or "
+            f"fedcof: {_with_args(config)} trains; to share a head between bodies, leave bodies out and set model = "
+            f"{ADAPTER}"
+        )
+    for key in changed(config, "dp", "model-args") if bodies else ():
+        raise BadRequest(f"{key} is for clients of one body: leave out bodies, or {key}")
 
 
 def changed(config: RunConfig, *keys: str) -> list[str]:

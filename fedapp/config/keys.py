@@ -221,7 +221,7 @@ _ORDER = """
     buffers threads server-threads protocols metrics balanced-every evaluate-every final-training final-clients
     balanced-clients validation unseen adapt-epochs select keep-models min-replies min-clients max-abs max-growth
     round-timeout wait-timeout patience wire-dtype public-data state-dir federation lost-state warm-start
-    class-names clip-update robust robust-f count-cap secure-sum secure-dropout secure-colluders dp dp-epsilon
+    class-names bodies clip-update robust robust-f count-cap secure-sum secure-dropout secure-colluders dp dp-epsilon
     dp-delta dp-noise dp-clip dp-test seed partition-seed track out resume
 """
 KEYS = tuple(_ORDER.split())

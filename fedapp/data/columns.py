@@ -186,20 +186,27 @@ def form_of(arrays: Mapping[str, Array]) -> str:
     return f"the columns {there} with {kinds[_kind(arrays['x'])]}"
 
 
-def of_clients(root: Path, files: Mapping[Path, Mapping[str, Array]]) -> Own:
+def of_clients(root: Path, files: Mapping[Path, Mapping[str, Array]], bodies: Sequence[str] = ()) -> Own:
     """Check and join the files of a folder, one per client, as `read_client` reads them.
+
+    Parameters
+    ----------
+    bodies : first digits of those whose features the files may hold; of each there is a part. Empty = all of one body.
 
     Raises
     ------
-    BadRequest : columns are wrong, or the files differ in their classes.
+    BadRequest : columns are wrong, or the files differ in their classes or hold features of another body.
     """
-    bodies = {body_of(path, arrays): path for path, arrays in files.items()}
-    if len(bodies) > 1:
-        of = ", ".join(f"{path.name} {f'of {body[:8]}' if body else 'of none'}" for body, path in [*bodies.items()][:3])
-        raise BadRequest(f"{root}: the files hold features of different bodies ({of}): extract all with one body")
-    sizes: dict[tuple[int, ...], dict[Path, Mapping[str, Array]]] = {}
+    found = {body_of(path, arrays): path for path, arrays in files.items()}
+    if len(found) > 1 and not all(bodies and body.startswith(tuple(bodies)) for body in found):
+        of = ", ".join(f"{path.name} {f'of {body[:8]}' if body else 'of none'}" for body, path in [*found.items()][:3])
+        raise BadRequest(
+            f"{root}: the files hold features of different bodies ({of}): extract all with one body, or name each in "
+            "bodies, which gives one head each"
+        )
+    sizes: dict[tuple[object, ...], dict[Path, Mapping[str, Array]]] = {}
     for path, arrays in files.items():
-        sizes.setdefault(arrays["x"].shape[1:], {})[path] = arrays
+        sizes.setdefault((arrays["x"].shape[1:], body_of(path, arrays)), {})[path] = arrays
     columns = [joined(root, own_files) for own_files in sizes.values()]
     if len(columns) == 1:
         return own(root, columns[0])

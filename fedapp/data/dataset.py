@@ -42,8 +42,8 @@ class Dataset:
         `clients` and `groups`, of all rows; of features of a body also its digest as `body`.
     skipped : files, rows of a table of pictures, or clients that could not be used and were left out.
     about : of features of a pretrained body, what `fedapp features` wrote of it; empty for all other data.
-    parts, part : where clients' samples differ in size, the rows of each size as a data set of their own, and which of
-        them each row of the pool is in, int64; the rows of a part have the order that they have here. Then `x_train`
+    parts, part : where clients' samples differ in size or body, the rows of each as a data set of their own, and which
+        of them each row of the pool is in, int64; the rows of a part have the order that they have here. Then `x_train`
         and `x_test` have no rows, and the statements above hold for the first part.
     """
 

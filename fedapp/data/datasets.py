@@ -269,7 +269,6 @@ def _opened(name: str, folder: Path) -> Dataset:
         owner_names=tuple(meta.get("owner_names", ())),
         identity=meta["identity"],
         skipped=tuple(meta["skipped"]),
-        about=meta.get("about", {}),
         **_described(meta),
         **arrays,
     )
@@ -291,6 +290,7 @@ def _described(meta: Mapping[str, Any]) -> dict[str, Any]:
         "std": tuple(meta["std"]),
         "ignored": tuple(meta.get("ignored", ())),
         "features": tuple(meta.get("features", ())),
+        "about": meta.get("about", {}),
         "categories": {name: tuple(found) for name, found in meta.get("categories", {}).items()},
     }
 
@@ -306,7 +306,9 @@ def _find(name: str, root: Path | None, settings: DataSettings, node: bool) -> _
         assert root is not None
         key = {name: [file_identity(path) for path in files], **({"skip_bad": True} if settings.skip_bad else {})}
         if name == "npz":
-            return key, lambda _: _build_npz(name, files, root, settings.skip_bad)
+            bodies = () if node else settings.named_bodies
+            key |= {"bodies": bodies} if bodies else {}
+            return key, lambda _: _build_npz(name, files, root, settings.skip_bad, bodies)
         key |= {"columns": settings.columns, "node": node}
         from fedapp.data import tables  # imports pandas, which takes a while, and images need none
 
@@ -360,6 +362,7 @@ def _finish(store: Store, name: str, own: Own) -> dict[str, Any]:
         for key in ("x_train", "x_test"):
             store.put(f"{key}_{number}", one.arrays[key])
     samples = [_samples(one, facts) for one in own.parts or (own,)]
+    bodies = [one.about[BODY] for one in own.parts or (own,) if one.about]
     return {
         "classes": list(classes),
         "scale": scale,
@@ -367,8 +370,7 @@ def _finish(store: Store, name: str, own: Own) -> dict[str, Any]:
         "columns": [key for key in own.arrays if key not in ARRAYS],
         "owner_names": list(own.owner_names),
         "skipped": list(own.skipped),
-        "identity": _identity(own, classes) | ({BODY: own.about[BODY]} if own.about else {}),
-        "about": dict(own.about),
+        "identity": _identity(own, classes) | ({BODY: ",".join(bodies)} if bodies else {}),
         **samples[0],
         **({"parts": samples, "ignored": list(own.ignored)} if own.parts else {}),
     }
@@ -382,6 +384,7 @@ def _samples(own: Own, facts: Facts | None) -> dict[str, Any]:
         "std": list(facts.std) if facts and known else [],
         "ignored": list(own.ignored),
         "features": list(own.features),
+        "about": dict(own.about),
         "categories": {name: list(found) for name, found in own.categories.items()},
     }
 
@@ -452,14 +455,14 @@ def _own_files(root: Path | None, kind: str) -> list[Path]:
     return files or parted
 
 
-def _build_npz(name: str, paths: list[Path], root: Path, skip_bad: bool = False) -> Own:
+def _build_npz(name: str, paths: list[Path], root: Path, skip_bad: bool = False, bodies: Sequence[str] = ()) -> Own:
     """Read and check the user's arrays; published names also have their own classes and grey levels."""
     facts = _FACTS.get(name)
     if len(paths) == 1 and paths[0].parent in (root, root.parent):  # a folder above it may be called train or test
         own = check_columns(paths[0], read_npz(paths[0]), facts.classes if facts else None)
     else:
         found, skipped = readable(root, paths, partial(read_client, root=root), form_of, skip_bad)
-        own = replace(of_clients(root, found), skipped=skipped)
+        own = replace(of_clients(root, found, bodies), skipped=skipped)
     x = own.arrays["x_train"]
     if facts is not None and own.kind != "image":
         raise BadRequest(f"{paths[0]}: {name} has uint8 images, found {x.dtype} of shape {x.shape}")

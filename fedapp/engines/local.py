@@ -119,7 +119,7 @@ def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
     return read_run(Path(config.storage.out))
 
 
-LISTS = ("model", "protocols", "metrics", "track", "unseen", "adapt-epochs", "class-weights", "class-names")
+LISTS = ("model", "protocols", "metrics", "track", "unseen", "adapt-epochs", "class-weights", "class-names", "bodies")
 """Run-config keys whose text has commas between its parts."""
 PAIRS = ("method-args", "model-args", "optimizer-args", "partition-args", "columns")
 """Run-config keys whose text is "name=value name=value"."""

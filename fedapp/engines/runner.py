@@ -300,6 +300,9 @@ def print_summary(summary: Mapping[str, Any]) -> None:
             text += f"\nbytes per client {when}for the query of {kind}: {value:,.0f} up"
     if summary.get("left_out"):
         text += "".join(f"\nleft out: {reason}" for reason in summary["left_out"])
+    for digits, found in (summary.get("bodies") or {}).items():
+        scores = ", ".join(f"{name} {percent(value)} %" for name, value in found["accuracy"].items())
+        text += f"\nbody {digits}: {counted(len(found['clients']), 'client')}, {scores}"
     if summary.get("calibration"):
         c = summary["calibration"]
         text += f"\ncalibration (global): before {percent(c.get('before'))} %, after {percent(c.get('after'))} %"

@@ -8,7 +8,7 @@ write twice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from fedapp.config import RunConfig
@@ -30,6 +30,7 @@ class Setup:
     ----------
     central : scores on the central test set.   scoring : the clients that each score is taken on.
     unseen : clients that take no part in the training.   infos : those that take part.
+    parts : with `bodies`, by the digest of a body what is its own: strategy, infos, central, header.
     names : the clients' own names, empty where the data have none.
     header : what a stored model needs so that it can be built again and used.
     identity : what a checkpoint says about the run.   started : when this process began, by `time.perf_counter`.
@@ -46,6 +47,7 @@ class Setup:
     scoring: Scoring
     unseen: list[int]
     infos: list[ClientInfo]
+    parts: Mapping[str, Setup]
     names: list[str]
     header: dict[str, object]
     identity: dict[str, str]

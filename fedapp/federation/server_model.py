@@ -64,14 +64,14 @@ def impossible(manager: Cohort) -> dict[int, str]:
 def choose(
     manager: Cohort, infos: Sequence[ClientInfo], config: RunConfig, initial: Callable[[ModelSpec], Arrays]
 ) -> ModelSpec:
-    """Choose the server's model, and leave out the clients that do not fit it.
+    """Choose the server's model for the clients of one body, and leave out those that do not fit it.
 
     A client may name any model. So the server takes the first one that it can build and whose shared arrays have
     the shapes that more than half of the clients state, or the one that fits most of them.
 
     Parameters
     ----------
-    infos : the clients that take part.   initial : returns the shared arrays of a new model.
+    infos : the clients that take part, of one body.   initial : returns the shared arrays of a new model.
 
     Raises
     ------
@@ -79,6 +79,7 @@ def choose(
     Exception : none can be built: that of the first.
     """
     failed: list[Exception] = []
+    alike = {c: i for c, i in manager.infos.items() if i.body == infos[0].body}
     found: tuple[ModelSpec, dict[int, str]] | None = None
     for built in _candidates(manager, infos, config):
         shape = _shape(manager, built)  # a method for several architectures may have inputs of several shapes
@@ -88,18 +89,18 @@ def choose(
         limit = Bounded(MOST_NUMBERS, f"a model for samples of the shape {shape} is too large")
         try:
             with limit if bounded else contextlib.nullcontext():
-                wrong = _misfits(manager.infos, initial(spec))
+                wrong = _misfits(alike, initial(spec))
         except Exception as e:  # another client's model may be one that the server can build
             failed.append(e)
             continue
         if found is None or len(wrong) < len(found[1]):
             found = spec, wrong
-        if 2 * len(wrong) < len(manager.infos):
+        if 2 * len(wrong) < len(alike):
             break
     if found is None:
         raise failed[0]
     spec, wrong = found
-    wrong |= _other_weights(manager.infos, config)
+    wrong |= _other_weights(alike, config)
     if wrong:
         manager.leave_out(wrong)
     return spec

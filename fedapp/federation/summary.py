@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedapp.federation.bodies import by_body
 from fedapp.federation.hook import Setup
 from fedapp.federation.hooks.scores import ValidationChoice
 from fedapp.federation.hooks.tables import Tables, protocols_of
@@ -30,6 +31,8 @@ def summary(run: Setup, state: ServerState, warnings: list[str]) -> dict[str, An
     if run.central.wanted and (scores := run.central.score(state, bool(config.evaluation.further_metrics))):
         means = {**means, "global_accuracy": scores.accuracy, "global_balanced": scores.balanced}
     store_final(run, state, chosen)
+    for body, part in run.parts.items():
+        store_final(part, state[body], chosen, f"last-{body[:8]}")
     tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
     none = np.empty(0)
     answered = rounds.get("clients", none)
@@ -65,19 +68,20 @@ def summary(run: Setup, state: ServerState, warnings: list[str]) -> dict[str, An
         "warnings": warnings,
         **{f"bytes_up_{kind}": whole(size) for kind, size in tables.bytes_up.items()},
         **run.strategy.report(state, tables.last_scores),
+        **by_body(run, state),
         **robustness(run, state),
         **privacy(run),
         "seconds": run.hooks.one(Checkpoint).seconds,
     }
 
 
-def store_final(run: Setup, state: ServerState, chosen: int | None) -> None:
+def store_final(run: Setup, state: ServerState, chosen: int | None, name: str = "last") -> None:
     """Store the final model of the server, if it has one."""
     arrays = published(run.strategy, state)
     if arrays is not None:
         scalars = dict(run.strategy.send(state, 0, run.infos[0].client).scalars)
         header = {**run.header, "final": True, "scalars": scalars, **({} if chosen is None else {"round": chosen})}
-        write_safetensors(run.directory.path / "models" / "last.safetensors", arrays, header)
+        write_safetensors(run.directory.path / "models" / f"{name}.safetensors", arrays, header)
 
 
 def metrics(run: Setup) -> dict[str, dict[str, dict[str, float]]]:

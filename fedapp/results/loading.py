@@ -13,6 +13,8 @@ the global model of the method, as the server published it at the end.
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,7 @@ from fedapp.results.analysis import client_folders
 from fedapp.results.predict import FILES, LoadedModel, read_model
 from fedapp.results.predict import rebuilt as rebuild
 from fedapp.results.runs import RUN_MARK, RunResult, read_json, read_run
+from fedapp.results.whole import WholeModel
 
 
 def load(
@@ -32,6 +35,7 @@ def load(
     client: int | str | None = None,
     point: Literal["trained", "received", "tuned"] = "trained",
     allow: str = "",
+    body: str = "",
 ) -> LoadedModel:
     """Return a model that a run has trained, as a module in evaluation mode that takes raw samples.
 
@@ -43,6 +47,7 @@ def load(
         that do so; see the head of this module. The attribute `about` says which model was found.
     allow : own models that the run may name, `package.module:function` or `package.*` with commas between them; their
         code is imported.
+    body : first 8 or more digits of the SHA-256 of a pretrained body, where the run has one head for each (`bodies`).
 
     Returns
     -------
@@ -66,7 +71,7 @@ def load(
         if run.config is None:
             raise BadRequest(f"this version does not accept the configuration of {place}: {run.problem}")
         if client is None:
-            return _global(run, run.config, allow)
+            return _global(run, run.config, allow, body)
         return _client(run, run.config, _number(run, run.config, client), point, allow)
     own = place / str(client) if isinstance(client, int) else place
     if (own / FILES[point]).is_file():
@@ -75,6 +80,30 @@ def load(
         f"{own} holds no {FILES[point]}, and {place} is no run directory: give a run directory, or on a node "
         "STATE-DIR/<federation> with the number of the client"
     )
+
+
+def load_with(run_dir: str | Path, body: str, **how: Any) -> LoadedModel | WholeModel:
+    """Return a model that a run has trained together with its pretrained body; of several heads the one of this body.
+
+    Parameters
+    ----------
+    body : see :meth:`LoadedModel.with_body`; or as in `load`, for the head alone.   how : see `load`.
+
+    Raises
+    ------
+    BadRequest : see both.
+    """
+    if re.fullmatch("[0-9a-f]{8,64}", body):
+        return load(run_dir, **how, body=body)
+    for digits in _heads(Path(run_dir).expanduser()):
+        with contextlib.suppress(BadRequest):
+            return load(run_dir, **how, body=digits).with_body(body)
+    return load(run_dir, **how).with_body(body)
+
+
+def _heads(run_dir: Path) -> list[str]:
+    """Return the first 8 digits of each body that has a head of its own."""
+    return sorted(path.stem.removeprefix("last-") for path in (run_dir / "models").glob("last-*.safetensors"))
 
 
 def _facts(run: RunResult, config: RunConfig) -> dict[str, Any]:
@@ -172,13 +201,20 @@ def _client(run: RunResult, config: RunConfig, client: int, point: str, allow: s
     return rebuild(files[-1], head, model, allow)
 
 
-def _global(run: RunResult, config: RunConfig, allow: str) -> LoadedModel:
+def _global(run: RunResult, config: RunConfig, allow: str, body: str) -> LoadedModel:
     method, _ = config.method_and_hparams()
     if not method.global_model:
         raise BadRequest(
             f"{config.federation.method} has no global model: give the client whose model you want, such as client=0"
         )
-    path = run.out / "models" / "last.safetensors"
+    heads = _heads(run.out)
+    of = heads if len(heads) == 1 and not body else [digits for digits in heads if body.startswith(digits)]
+    if heads and not of:
+        raise BadRequest(
+            f"{run.out} has a head for each of the bodies {', '.join(heads)}: name one of these bodies with --with (in "
+            f"Python body='{heads[0]}')"
+        )
+    path = run.out / "models" / (f"last-{of[0]}.safetensors" if of else "last.safetensors")
     if not path.is_file():
         raise BadRequest(f"{path} is not there: no round of the run has finished, or the file was deleted")
     scored = _scored_round(run)

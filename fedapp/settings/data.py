@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from fedapp.errors import listed
 from fedapp.settings._group import AUTO, Auto, Group, OrAuto
 
 
@@ -81,11 +82,21 @@ class DataSettings(Group):
     class_names: str = Field(
         "", description="the federation's classes, comma-separated, for nodes with their own data; empty = data set's"
     )
+    bodies: str = Field(
+        "",
+        description="pretrained bodies of the clients' features, which get one head each: the first 8 or more digits "
+        "of their SHA-256, comma-separated; empty = all clients have one body",
+    )
     partition_seed: Annotated[int, Field(ge=0, lt=2**31), OrAuto] = Field(
         AUTO,
         description="seed of the data: which images are used, who holds them, which are held back; auto = seed, so "
         "that every seed has a partition of its own",
     )
+
+    @cached_property
+    def named_bodies(self) -> tuple[str, ...]:
+        """First digits of the SHA-256 of each body."""
+        return tuple(listed(self.bodies))
 
     @cached_property
     def reading(self) -> tuple[str, int | Auto, str, bool]:

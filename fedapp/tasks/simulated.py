@@ -16,6 +16,7 @@ from fedapp import process, sampling
 from fedapp.config import RunConfig, check_liars
 from fedapp.data import datasets, flower, natural, partitions
 from fedapp.data.cache import file_identity
+from fedapp.data.columns import BODY
 from fedapp.data.dataset import Dataset, View, sample
 from fedapp.data.moments import Rows, Samples, binary, moments
 from fedapp.data.names import SHOWN
@@ -129,21 +130,22 @@ class FederatedData:
             self._made[key] = torch.from_numpy(self.public).to(device), torch.zeros(0, dtype=torch.int64)
         return self._made[key][0]
 
-    def central(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def central(self, device: torch.device, body: str = "") -> tuple[Tensor, Tensor] | None:
         """Return images (n, H, W, C) uint8 and labels (n,) int64 of the central test set for the `global` score.
 
         With the split `official` they are the official test images, with `holdout` all clients' test splits together.
         With `merged` there are none, since some client trains on the official test images, and where each client
         normalises by itself there are none, since these images belong to no client; nor where clients' samples differ
-        in size, since no model takes all of them.
+        in size, since no model takes all of them; `body` asks for the rows of one body.
         """
-        if self.partition.split == "merged" or self.own_moments or self.dataset.parts:
+        if self.partition.split == "merged" or self.own_moments or (self.dataset.parts and not body):
             return None
         if self.partition.split == "official":
             rows = self.dataset.num_train + np.arange(self.dataset.num_test)
         else:
             rows = np.sort(np.concatenate([c.test for c in self.partition.clients]))
-        return on_device(self.dataset.take(rows), device)
+        found = [(part, own) for part, own in self.dataset.by_size(rows) if body in ("", part.about.get(BODY))]
+        return on_device(found[0][0].take(found[0][1]), device) if found else None
 
 
 def federated(config: RunConfig, clients: int) -> FederatedData:
@@ -159,7 +161,7 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
     whole = datasets.latest(settings.dataset, settings.data_dir or None, settings)
     file = settings.partition_file
     version = tuple(file_identity(Path(file))) if file and Path(file).is_file() else ()
-    one_size = settings.skip_bad and not config.method_and_hparams()[0].heterogeneous
+    one_size = settings.skip_bad and not settings.bodies and not config.method_and_hparams()[0].heterogeneous
 
     def made(unseen: tuple[int, ...]) -> FederatedData:
         return _federated(whole, settings, public_source(config), unseen, one_size, version)
@@ -318,7 +320,7 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     for inputs in data.sizes:
         check_moments(config, inputs)
     others = data.dataset.unlike()
-    if others and not config.method_and_hparams()[0].heterogeneous:
+    if others and not config.data.bodies and not config.method_and_hparams()[0].heterogeneous:
         usual = described(data.dataset.parts[data.dataset.common].shape)
         raise BadRequest(
             f"{config.federation.method} needs samples of one size. Most clients have {usual}, {len(others)} have "

@@ -7,15 +7,41 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedapp.errors import counted, described
+from fedapp.errors import BadRequest, counted, described
 from fedapp.method import ClientInfo, Method
 
 Facts = Mapping[str, Any]
 """What a client stated when it registered, next to its `ClientInfo`."""
 
 
-def clash(method: Method, a: ClientInfo, b: ClientInfo, facts_a: Facts, facts_b: Facts) -> str | None:
-    """Return on what two clients disagree, or None."""
+def by_body(infos: Mapping[int, ClientInfo], bodies: Sequence[str]) -> tuple[dict[str, list[int]], dict[int, str]]:
+    """Group clients by the pretrained body that they state.
+
+    Parameters
+    ----------
+    bodies : first digits of those that may take part; empty = the clients are one group.
+
+    Returns
+    -------
+    The clients by the digest of their body, and by client why it is in no group.
+
+    Raises
+    ------
+    BadRequest : two digests have the same first 8 digits.
+    """
+    if not bodies:
+        return {"": sorted(infos)}, {}
+    found = {c: i.body for c, i in sorted(infos.items())}
+    listed = sorted(body for body in {*found.values()} if body.startswith(tuple(bodies)))
+    if len({body[:8] for body in listed}) < len(listed):
+        raise BadRequest(f"bodies: {', '.join(listed)}: two have the same first 8 digits, which name a model")
+    why = "the body of client {} ({}) is not among those of the run ({})"
+    left = {c: why.format(c, body or "none", ", ".join(bodies)) for c, body in found.items() if body not in listed}
+    return {body: [c for c in found if found[c] == body] for body in listed}, left
+
+
+def other_classes(a: ClientInfo, b: ClientInfo, facts_a: Facts, facts_b: Facts) -> str | None:
+    """Return how the classes of two clients differ, or None."""
     one, other = f"client {a.client}", f"client {b.client}"
     if a.num_classes != b.num_classes:
         counts = f"{other} has {counted(b.num_classes, 'class')}, but {one} has {a.num_classes}"
@@ -25,6 +51,14 @@ def clash(method: Method, a: ClientInfo, b: ClientInfo, facts_a: Facts, facts_b:
             f"the classes of {other} have other names than those of {one}: "
             "name the federation's classes with --set class-names=a,b,c"
         )
+    return None
+
+
+def clash(method: Method, a: ClientInfo, b: ClientInfo, facts_a: Facts, facts_b: Facts) -> str | None:
+    """Return on what two clients disagree, or None."""
+    one, other = f"client {a.client}", f"client {b.client}"
+    if problem := other_classes(a, b, facts_a, facts_b):
+        return problem
     inputs = [described(tuple(json.loads(str(f["shape"])))) for f in (facts_a, facts_b)]
     if not method.heterogeneous and inputs[0] != inputs[1]:
         return f"{other} has {inputs[1]}, but {one} {inputs[0]}: {method.id} needs one kind, so convert them"

@@ -21,7 +21,7 @@ import math
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ from fedapp.errors import BadRequest, one_line, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply
 from fedapp.reduce.reader import Check
 from fedapp.settings import FederationSettings
+from fedapp.transport.agreement import by_body, other_classes
 from fedapp.transport.boundary import (
     ANOTHER,
     BAD,
@@ -117,14 +118,32 @@ class Cohort(ABC):
         """Ask nodes that are new or came back to register, and return the ids of the clients that joined."""
         return []
 
-    @abstractmethod
-    def agree(self, method: Method) -> None:
+    def agree(self, method: Method, bodies: Sequence[str] = ()) -> list[str]:
         """Check before round 1 that the clients agree on the shared arrays; afterwards `reference` is one of them.
+
+        Parameters
+        ----------
+        bodies : first digits of pretrained bodies. Only clients of one body must agree on more than their classes.
+
+        Returns
+        -------
+        The digests of the clients' bodies; an empty one without `bodies`.
 
         Raises
         ------
         BadRequest : clients disagree, or too few are left; the message names the clients, models and shapes.
         """
+        groups, others = by_body(self.infos, bodies)
+        self.leave_out(others)
+        found = [self._agree(method, ids) for ids in groups.values()]
+        first, *rest = ((self.infos[c], self.facts[c]) for c in found)
+        if problem := next(filter(None, (other_classes(first[0], i, first[1], f) for i, f in rest)), None):
+            raise BadRequest(one_line(problem))
+        return list(groups)
+
+    @abstractmethod
+    def _agree(self, method: Method, ids: Collection[int]) -> int:
+        """Check that these clients agree, and return the reference; see `agree`."""
 
     def without_silent(self, server_round: int, ids: Sequence[int]) -> tuple[list[int], list[Dropped]]:
         """Return which of the drawn clients get a message in a round, and why the others do not."""
@@ -166,11 +185,12 @@ class Cohort(ABC):
         if len(self.nodes) < self.fewest():
             raise BadRequest(self._shortage(reason))
 
-    def _agreed(self, method: Method, reference: int | None, apart: Mapping[int, str]) -> None:
+    def _agreed(self, method: Method, reference: int | None, apart: Mapping[int, str]) -> int:
         """Leave out the clients that do not agree with the reference, and let the method decide what replies hold."""
         self.reference = min(self.infos) if reference is None else reference
         self.leave_out(apart)
         self.validation.method = method
+        return self.reference
 
     def _forget(self, client: int) -> int:
         """Drop all that is known of a client, and return its node."""
@@ -229,8 +249,11 @@ class Cohort(ABC):
         return self.channel.answers(batches, send, limit, at_once, most)
 
     def _widths(self, ids: Sequence[int]) -> dict[int, int]:
-        """Return by client the width of representations that bounds the size of its reply."""
-        return dict.fromkeys(ids, int(lower_median([int(facts["width"]) for facts in self.facts.values()])))
+        """Return by client the width of representations that bounds the size of its reply: usual for its body."""
+        widths: dict[str, list[int]] = {}
+        for client, info in self.infos.items():
+            widths.setdefault(info.body, []).append(int(self.facts[client]["width"]))
+        return {c: int(lower_median(widths[self.infos[c].body])) for c in ids}
 
     @abstractmethod
     def _of_another(self, client: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -294,17 +294,17 @@ class NodeCohort(Cohort):
         self.nodes[client], self.facts[client], self.infos[client] = node, facts, newcomer
         return client
 
-    def agree(self, method: Method) -> None:
+    def _agree(self, method: Method, ids: Collection[int]) -> int:
         """Leave out the clients with which the majority does not agree.
 
         Raises
         ------
         BadRequest : there is no majority, or too few clients are left.
         """
-        found, apart = majority(method, self.infos, self.facts)
+        found, apart = majority(method, {c: self.infos[c] for c in ids}, self.facts)
         if apart and found is None:
             raise BadRequest(one_line(next(iter(apart.values()))))
-        self._agreed(method, found, apart)
+        return self._agreed(method, found, apart)
 
     # ---- one exchange --------------------------------------------------------------------------------------------
 

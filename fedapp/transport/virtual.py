@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +56,7 @@ class Member:
     Attributes
     ----------
     examples, tests : numbers of training and test samples.   model : architecture.   shape : of one sample.
+    body : SHA-256 of its pretrained body, where clients may have several.
     """
 
     client: int
@@ -63,11 +64,12 @@ class Member:
     tests: int
     model: str
     shape: tuple[int, ...] = ()
+    body: str = ""
 
     @property
-    def built(self) -> tuple[str, tuple[int, ...]]:
+    def built(self) -> tuple[str, tuple[int, ...], str]:
         """The settings that determine the arrays of the client's model."""
-        return self.model, self.shape
+        return self.model, self.shape, self.body
 
 
 def hosts(clients: int, apart: bool = False) -> int:
@@ -195,7 +197,8 @@ class VirtualCohort(Cohort):
     @staticmethod
     def _check_member(member: Member, registration: Registration) -> None:
         shape = tuple(json.loads(str(registration.facts["shape"])))
-        stated = Member(registration.client, registration.num_samples, registration.tests, registration.model, shape)
+        r = registration
+        stated = Member(r.client, r.num_samples, r.tests, r.model, shape, member.body and r.body)
         if stated != member:
             raise BadRequest(
                 f"a worker has {stated}, the server {member}: use the same version of fedapp and the same data "
@@ -246,18 +249,18 @@ class VirtualCohort(Cohort):
         """Whether each client needs a node of its own, and there are too few."""
         return not self.several and len(self._hosts) < self._expected
 
-    def agree(self, method: Method) -> None:
+    def _agree(self, method: Method, ids: Collection[int]) -> int:
         """Check that the clients agree. All are the user's own, so any disagreement is a mistake in the settings.
 
         Raises
         ------
         BadRequest : clients disagree.
         """
-        infos = {c: self.infos[c] for c in self._asked}  # the others are as those that were asked
+        infos = {c: self.infos[c] for c in self._asked if c in ids}  # the others are as those that were asked
         found, apart = majority(method, infos, self.facts)
         if apart := apart or within_models(method, infos, self.facts):
             raise BadRequest(one_line(next(iter(apart.values()))))
-        self._agreed(method, found, {})
+        return self._agreed(method, found, {})
 
     # ---- one exchange --------------------------------------------------------------------------------------------
 
