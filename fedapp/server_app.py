@@ -362,9 +362,10 @@ class Run(Setup):
 
     def _choose(self) -> None:
         """Choose the server's model; clients that do not fit it are left out."""
-        of = partial(server_model.choose, self.manager, self.infos, self.config)
-        self.spec = of(lambda spec: self._context(spec).initial)
-        self.infos = [i for i in self.infos if i.client in self.manager.infos]
+        manager, config = self.manager, self.config
+        self.infos = [i for i in self.infos if i.client in manager.infos]  # another body may have lost clients
+        self.spec = server_model.choose(manager, self.infos, config, lambda spec: self._context(spec).initial)
+        self.infos = [i for i in self.infos if i.client in manager.infos]
 
     def _prepare(self, data: tasks.FederatedData | None) -> None:
         """Make the test set of the `global` score and all that depends on the model."""

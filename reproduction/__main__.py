@@ -25,6 +25,7 @@ app = Application(
     rich_markup_mode=None,
 )
 STUDIES = {
+    "adapters": "a common head over private adapters of two bodies: docs/frozen.md",
     "attacks": "accuracy of honest clients by attack, rule and method: docs/robustness.md",
     "choosing": "all methods on seven settings: docs/choosing.md",
     "figures": "all pictures of docs/figures.md, by the commands on that page",

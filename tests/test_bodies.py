@@ -156,6 +156,8 @@ def test_no_client_changes_the_head_of_another_body(tmp_path: Path, tiny: Tiny) 
         ({"method": "fed3r", "dp": "example"}, "dp is for clients of one body"),
         ({"method": "fed3r(random_features=30)"}, "model-args is for clients of one body"),
         ({"bodies": "a1a1a1a1"}, r"different bodies \(s\d.npz of a1a1a1a1, s\d.npz of b2b2b2b2\)"),
+        ({"bodies": f"a1a1a1a1,{FIRST}"}, "two begin with the same 8 digits"),
+        ({"unseen": "0"}, "unseen is for clients of one body"),
         ({"bodies": ""}, "or name each in bodies, which gives one head each"),
     ],
 )
@@ -166,29 +168,33 @@ def test_wrong_settings_are_refused(values: dict[str, Any], message: str, tmp_pa
         tiny(**{**common, "method": "lda", **values})
 
 
-def test_two_bodies_of_one_name_are_refused(tmp_path: Path, tiny: Tiny) -> None:
-    for number, body in enumerate((FIRST, FIRST[:60] + "beef")):
+def test_digits_that_two_bodies_begin_with_stand_for_the_more_frequent_one(tmp_path: Path, tiny: Tiny) -> None:
+    other = FIRST[:60] + "beef"
+    for number, body in enumerate((other, FIRST, FIRST)):
         site(tmp_path / f"{number}.npz", body, 12, number)
-    with pytest.raises(BadRequest, match="two have the same first 8 digits, which name a model"):
-        tiny(dataset="npz", clients=0, data_dir=tmp_path, bodies="a1a1a1a1", method="lda")
+    common: dict[str, Any] = {"dataset": "npz", "clients": 0, "data_dir": tmp_path, "method": "lda"}
+    with pytest.raises(BadRequest, match=rf"client 0 \({other}\) is not among those of the run \({FIRST}\)"):
+        tiny(**common, bodies="a1a1a1a1")
+    assert tiny(**common, bodies="a1a1a1a1", min_clients=2).summary["bodies"]["a1a1a1a1"]["clients"] == [1, 2]
 
 
 # ---- secure sums, resume, and the models that come back --------------------------------------------------------------
 
 
-def test_a_secure_sum_is_opened_for_no_body_of_too_few_clients(tmp_path: Path, tiny: Tiny) -> None:
-    sites(tmp_path / "data", clients=7)
-    for k in (3, 5):
-        (tmp_path / "data" / f"s{k}.npz").unlink()  # one client of the second body is left
+@pytest.mark.parametrize("few", [0, 1])
+def test_a_secure_sum_is_opened_for_no_body_of_too_few_clients(few: int, tmp_path: Path, tiny: Tiny) -> None:
+    (tmp_path / "data").mkdir()
+    for k in range(5):
+        site(tmp_path / "data" / f"s{k}.npz", *((SECOND, 20) if k == few else (FIRST, 12)), k)
     common: dict[str, Any] = {"dataset": "npz", "clients": 0, "method": "lda(personal=true)"}
     mixed: dict[str, Any] = {**common, "data_dir": tmp_path / "data", "bodies": BOTH, "secure_sum": True}
     with pytest.raises(BadRequest, match="the body b2b2b2b2 has too few clients: secure-sum with 1 client"):
         tiny(**mixed)
-    run = tiny(**mixed, min_clients=4)
+    run, there = tiny(**mixed, min_clients=4), [k for k in range(5) if k != few]
     assert [text.partition(":")[0] for text in run.summary["left_out"]] == ["the body b2b2b2b2 has too few clients"]
-    assert [*run.summary["bodies"]] == ["a1a1a1a1"] and set(run.final["client"]) == {0, 2, 3, 4} - {1}
+    assert [*run.summary["bodies"]] == ["a1a1a1a1"] and [*run.final["client"]] == there
     opened = json.loads((run.out / "opened-sums-a1a1a1a1.json").read_text())
-    assert opened == {"query": [0, 2, 3, 4]} and len([*run.out.glob("opened-sums*")]) == 1
+    assert opened == {"query": there} and len([*run.out.glob("opened-sums*")]) == 1
     single = tiny(**common, data_dir=alone(tmp_path / "data", FIRST, tmp_path / "single"))
     assert same(head(run.out, FIRST), head(single.out)), "secure sums of rounded features are exact"
 

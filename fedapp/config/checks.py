@@ -161,7 +161,9 @@ def _check_bodies(config: RunConfig, hparams: BaseHParams) -> None:
             f"fedcof: {_with_args(config)} trains; to share a head between bodies, leave bodies out and set model = "
             f"{ADAPTER}"
         )
-    for key in changed(config, "dp", "model-args") if bodies else ():
+    if len({body[:8] for body in bodies}) < len(bodies):
+        raise BadRequest("bodies: two begin with the same 8 digits, which name the files of their heads: give one")
+    for key in changed(config, "dp", "model-args", "unseen") if bodies else ():
         raise BadRequest(f"{key} is for clients of one body: leave out bodies, or {key}")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedapp.errors import BadRequest, counted, described
+from fedapp.errors import counted, described
 from fedapp.method import ClientInfo, Method
 
 Facts = Mapping[str, Any]
@@ -23,21 +24,17 @@ def by_body(infos: Mapping[int, ClientInfo], bodies: Sequence[str]) -> tuple[dic
 
     Returns
     -------
-    The clients by the digest of their body, and by client why it is in no group.
-
-    Raises
-    ------
-    BadRequest : two digests have the same first 8 digits.
+    The clients by the digest of their body, and by client why it is in no group. Of several digests that begin with
+    the same listed digits the most frequent one counts.
     """
     if not bodies:
         return {"": sorted(infos)}, {}
-    found = {c: i.body for c, i in sorted(infos.items())}
-    listed = sorted(body for body in {*found.values()} if body.startswith(tuple(bodies)))
-    if len({body[:8] for body in listed}) < len(listed):
-        raise BadRequest(f"bodies: {', '.join(listed)}: two have the same first 8 digits, which name a model")
-    why = "the body of client {} ({}) is not among those of the run ({})"
-    left = {c: why.format(c, body or "none", ", ".join(bodies)) for c, body in found.items() if body not in listed}
-    return {body: [c for c in found if found[c] == body] for body in listed}, left
+    stated = {c: i.body for c, i in sorted(infos.items())}
+    found = [Counter(body for body in stated.values() if body.startswith(digits)).most_common(1) for digits in bodies]
+    taken = [body for most in found for body, _ in most]
+    why = f"is not among those of the run ({', '.join(taken or bodies)})"
+    left = {c: f"the body of client {c} ({body or 'none'}) {why}" for c, body in stated.items() if body not in taken}
+    return {body: [c for c in stated if stated[c] == body] for body in taken}, left
 
 
 def other_classes(a: ClientInfo, b: ClientInfo, facts_a: Facts, facts_b: Facts) -> str | None:
