@@ -119,6 +119,8 @@ def test_a_head_is_that_of_a_run_of_its_body_alone(method: str, tmp_path: Path, 
         assert len({of.get("default") for of in choices}) == 1
         personal = (found.get("personal", {}).get("adjusted", {}) for found in (told, single.summary))
         assert len({of.get("local") for of in personal}) == 1
+        sizes = [key for key in single.summary if key.startswith("bytes_up_query.")]
+        assert sizes and all(run.summary[key] == single.summary[key] for key in sizes)
         scores = single.final.filter(like="_accuracy")
         mine = run.final[run.final["client"].isin(told["clients"])].filter(like="_accuracy")
         assert np.array_equal(mine.to_numpy(), scores.to_numpy(), equal_nan=True)
