@@ -28,7 +28,7 @@ from fedapp.data import partitions
 from fedapp.data.card import data_card, in_lines
 from fedapp.errors import BadRequest, counted, plain
 from fedapp.federation import server_model
-from fedapp.federation.bodies import ByBody, Together
+from fedapp.federation.bodies import ByBody, JoinedQueries
 from fedapp.federation.central import CentralTest
 from fedapp.federation.context import server_context
 from fedapp.federation.hook import Hook, Hooks, Setup
@@ -330,10 +330,10 @@ class Run(Setup):
         config = self.config
         several = (*self.parts.values(), self)
         for part in several:
-            part._choose()
+            part._choose_model()
         data = self._data()
         for part in several:
-            part._prepare(data)
+            part._make_context(data)
         context = self.strategy.context
         sizes = {i.client: i.num_samples for i in self.infos}
         tunes = self.method.client.tunes()
@@ -360,14 +360,14 @@ class Run(Setup):
         self.tell({"kind": "end", "summary": found})
         return found
 
-    def _choose(self) -> None:
+    def _choose_model(self) -> None:
         """Choose the server's model; clients that do not fit it are left out."""
         manager, config = self.manager, self.config
         self.infos = [i for i in self.infos if i.client in manager.infos]  # another body may have lost clients
         self.spec = server_model.choose(manager, self.infos, config, lambda spec: self._context(spec).initial)
         self.infos = [i for i in self.infos if i.client in manager.infos]
 
-    def _prepare(self, data: tasks.FederatedData | None) -> None:
+    def _make_context(self, data: tasks.FederatedData | None) -> None:
         """Make the test set of the `global` score and all that depends on the model."""
         wanted = bool(self.method.global_model and "global" in self.config.evaluation.measured and not self.parts)
         rows = data.central(self.device, self.body) if data is not None and wanted else None
@@ -394,10 +394,10 @@ class Run(Setup):
 
     def _make_hooks(self) -> None:
         """Make the clients of the loop and its hooks, as a checkpoint remembers them."""
-        together = Together(self.hooks)
+        joined = JoinedQueries(self.hooks)
         for part in self.parts.values():
             others = self.manager.nodes.keys() - {i.client for i in part.infos}
-            part.cohort = Participants(self.manager, part.strategy, together, unseen=others, secure=part._secure())
+            part.cohort = Participants(self.manager, part.strategy, joined, unseen=others, secure=part._secure())
             part.strategy = part.cohort.strategy
         if self.parts:
             self.strategy = ByBody({b: p.cohort for b, p in self.parts.items()}, self.manager.infos)

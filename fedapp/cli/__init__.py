@@ -355,12 +355,12 @@ Allow = Annotated[
 
 def _loaded(run: Path, client: str | None, received: bool = False, allow: str = "", body: str = "") -> Any:
     """Load the model that the command line names; without a client the global model."""
-    from fedapp.results.loading import load, load_with
+    from fedapp.results.loading import load, load_with_body
 
     number = int(client) if client is not None and client.isdecimal() else client
     number = number.removeprefix("name:") if isinstance(number, str) else number
     how: dict[str, Any] = {"client": number, "point": "received" if received else "trained", "allow": allow}
-    return load_with(run, body, **how) if body else load(run, **how)
+    return load_with_body(run, body, **how) if body else load(run, **how)
 
 
 @app.command(rich_help_panel="Use a model")

@@ -57,7 +57,7 @@ class ByBody(Strategy):
         return None
 
 
-class Together(Observer):
+class JoinedQueries(Observer):
     """Passes the queries of a kind to the hooks as one, to which each body adds its clients."""
 
     def __init__(self, hooks: Observer) -> None:
@@ -72,7 +72,7 @@ class Together(Observer):
         self.hooks.after_query(exchange)
 
 
-def by_body(run: Setup, state: ServerState) -> dict[str, Any]:
+def scores_by_body(run: Setup, state: ServerState) -> dict[str, Any]:
     """Return for the summary, by the first 8 digits of each body, its clients, its scores and the method's entries."""
     scores, table, found = run.hooks.one(Tables).last_scores, run.directory.table("final.csv"), {}
     for body, part in run.parts.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedapp.federation.bodies import by_body
+from fedapp.federation.bodies import scores_by_body
 from fedapp.federation.hook import Setup
 from fedapp.federation.hooks.scores import ValidationChoice
 from fedapp.federation.hooks.tables import Tables, protocols_of
@@ -68,7 +68,7 @@ def summary(run: Setup, state: ServerState, warnings: list[str]) -> dict[str, An
         "warnings": warnings,
         **{f"bytes_up_{kind}": whole(size) for kind, size in tables.bytes_up.items()},
         **run.strategy.report(state, tables.last_scores),
-        **by_body(run, state),
+        **scores_by_body(run, state),
         **robustness(run, state),
         **privacy(run),
         "seconds": run.hooks.one(Checkpoint).seconds,

@@ -82,7 +82,7 @@ def load(
     )
 
 
-def load_with(run_dir: str | Path, body: str, **how: Any) -> LoadedModel | WholeModel:
+def load_with_body(run_dir: str | Path, body: str, **how: Any) -> LoadedModel | WholeModel:
     """Return a model that a run has trained together with its pretrained body; of several heads the one of this body.
 
     Parameters
