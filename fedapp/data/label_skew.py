@@ -7,13 +7,13 @@ procedure belongs to which paper stands in `fedapp.data.partitions`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedapp.errors import BadRequest
+from fedapp.settings import DataSettings
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
@@ -24,30 +24,19 @@ _BLOCK_NUMBERS = 2_000_000
 """Upper bound on the numbers held at a time while redrawing (16 MB)."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """The checked arguments of a partition; `parameter` is the run-config key that its kind reads."""
-
-    kind: str
-    parameter: str | None
-    num_classes: int
-    clients: int
-    alpha: float
-    classes_per_client: int
-    min_samples: int
-
-    def failure(self, samples: int, smallest: int) -> BadRequest:
-        """Return the error that says that no draw was good enough; `smallest` is the smallest client's best size."""
-        value = self.alpha if self.parameter == "alpha" else self.classes_per_client
-        return BadRequest(
-            f"partition {self.kind!r}: no draw of {MAX_DRAWS:,} gave each of {self.clients} clients at least "
-            f"{self.min_samples} of {samples} samples ({self.parameter} {value:g}; best draw: smallest client "
-            f"{smallest}): raise {self.parameter}, or lower clients or min-samples"
-        )
+def _failure(settings: DataSettings, samples: int, smallest: int) -> BadRequest:
+    """Return the error that says that no draw was good enough; `smallest` is the smallest client's best size."""
+    key = "alpha" if settings.partition.startswith("dirichlet") else "classes-per-client"
+    value = settings.alpha if key == "alpha" else settings.classes_per_client
+    return BadRequest(
+        f"partition {settings.partition!r}: no draw of {MAX_DRAWS:,} gave each of {settings.clients} clients at least "
+        f"{settings.min_samples} of {samples} samples ({key} {value:g}; best draw: smallest client {smallest}): raise "
+        f"{key}, or lower clients or min-samples"
+    )
 
 
 def _first_good(
-    draw: Callable[[int], _Drawn], sizes: Int64, request: Request, counts: Callable[[_Drawn], Int64] = np.asarray
+    draw: Callable[[int], _Drawn], sizes: Int64, settings: DataSettings, counts: Callable[[_Drawn], Int64] = np.asarray
 ) -> _Drawn:
     """Return the first draw in which every client holds min_samples images.
 
@@ -63,19 +52,19 @@ def _first_good(
     BadRequest : if none of `MAX_DRAWS` draws is good.
     """
     # The first block is one draw, which is nearly always enough. Later ones grow, so that 10,000 draws take seconds.
-    per_draw = request.clients * request.num_classes
+    per_draw = settings.clients * len(sizes)
     done, block, smallest = 0, 1, 0
     while done < MAX_DRAWS:
         block = min(block, MAX_DRAWS - done, max(1, _BLOCK_NUMBERS // per_draw))
         drawn = draw(block)
         minima = counts(drawn).sum(axis=2).min(axis=1)
-        good = np.flatnonzero(minima >= request.min_samples)
+        good = np.flatnonzero(minima >= settings.min_samples)
         if good.size:
             return np.asarray(drawn[good[0]])
         smallest = max(smallest, int(minima.max()))
         done += block
         block *= 4
-    raise request.failure(int(sizes.sum()), smallest)
+    raise _failure(settings, int(sizes.sum()), smallest)
 
 
 def dirichlet_counts(shares: Float64, class_sizes: Int64) -> Int64:
@@ -111,15 +100,15 @@ def dirichlet_counts(shares: Float64, class_sizes: Int64) -> Int64:
     return counts
 
 
-def dirichlet(sizes: Int64, request: Request, rng: np.random.Generator) -> Int64:
+def dirichlet(sizes: Int64, settings: DataSettings, rng: np.random.Generator) -> Int64:
     """Return images per client and class, int64 (K, C), for class sizes (C,); see the kind `dirichlet`."""
 
     def draw(block: int) -> Int64:
-        shares = rng.dirichlet(np.full(request.clients, request.alpha), (block, request.num_classes))
+        shares = rng.dirichlet(np.full(settings.clients, settings.alpha), (block, len(sizes)))
         # A concentration near zero can underflow to 0/0; a class without shares makes the draw void.
         return dirichlet_counts(np.nan_to_num(shares), sizes)
 
-    return _first_good(draw, sizes, request)
+    return _first_good(draw, sizes, settings)
 
 
 def scale_to_margins(weights: Float64, rows: Float64, columns: Float64) -> Float64:
@@ -195,14 +184,14 @@ def equal_counts(weights: Float64, class_sizes: Int64) -> Int64:
     return counts if converged else np.zeros_like(counts)
 
 
-def dirichlet_equal(sizes: Int64, request: Request, rng: np.random.Generator) -> Int64:
+def dirichlet_equal(sizes: Int64, settings: DataSettings, rng: np.random.Generator) -> Int64:
     """Return images per client and class, int64 (K, C), for class sizes (C,); see the kind `dirichlet-equal`."""
 
     def draw(block: int) -> Int64:
-        weights = rng.dirichlet(np.full(request.num_classes, request.alpha), (block, request.clients))
+        weights = rng.dirichlet(np.full(len(sizes), settings.alpha), (block, settings.clients))
         return np.stack([equal_counts(one, sizes) for one in weights])
 
-    return _first_good(draw, sizes, request)
+    return _first_good(draw, sizes, settings)
 
 
 def block_owners(num_classes: int, clients: int, per_client: int) -> list[Int64]:
@@ -223,24 +212,24 @@ def block_owners(num_classes: int, clients: int, per_client: int) -> list[Int64]
     return owners
 
 
-def pathological(sizes: Int64, request: Request, rng: np.random.Generator) -> Int64:
+def pathological(sizes: Int64, settings: DataSettings, rng: np.random.Generator) -> Int64:
     """Return images per client and class, int64 (K, C), for class sizes (C,); see the kind `pathological`."""
-    owners = block_owners(request.num_classes, request.clients, request.classes_per_client)
+    owners = block_owners(len(sizes), settings.clients, settings.classes_per_client)
 
     def draw(block: int) -> Int64:
-        counts = np.zeros((block, request.clients, request.num_classes), np.int64)
+        counts = np.zeros((block, settings.clients, len(sizes)), np.int64)
         for label, chosen in enumerate(owners):
             if not chosen.size:
                 continue
             even = sizes[label] / len(chosen)
             # PFLlib's bounds. For tiny classes its lower one would exceed the upper one: then all get the even part.
-            low = min(int(max(even / 10, request.min_samples / request.num_classes)), int(even))
+            low = min(int(max(even / 10, settings.min_samples / len(sizes))), int(even))
             parts = rng.integers(low, max(int(even), low + 1), (block, len(chosen) - 1))
             counts[:, chosen[:-1], label] = parts
             counts[:, chosen[-1], label] = sizes[label] - parts.sum(axis=1)
         return counts
 
-    return _first_good(draw, sizes, request)
+    return _first_good(draw, sizes, settings)
 
 
 def choose_classes(
@@ -277,7 +266,7 @@ def choose_classes(
     return picks
 
 
-def class_shares(sizes: Int64, request: Request, rng: np.random.Generator) -> Float64:
+def class_shares(sizes: Int64, settings: DataSettings, rng: np.random.Generator) -> Float64:
     """Draw the classes of each client and its share of them; see the kind `classes`.
 
     FedGH draws the shares of all slots, so some images stay unused where slots are left over. Here shares are drawn for
@@ -287,15 +276,15 @@ def class_shares(sizes: Int64, request: Request, rng: np.random.Generator) -> Fl
     -------
     float64 (K, C): column sums 1 for the classes that some client owns, 0 for the others.
     """
-    owned = np.zeros((request.clients, request.num_classes), bool)
-    for client, own in enumerate(choose_classes(request.num_classes, request.clients, request.classes_per_client, rng)):
+    owned = np.zeros((settings.clients, len(sizes)), bool)
+    for client, own in enumerate(choose_classes(len(sizes), settings.clients, settings.classes_per_client, rng)):
         owned[client, own] = True
 
     def draw(block: int) -> Float64:
         shares = np.where(owned, rng.uniform(0.4, 0.6, (block, *owned.shape)), 0.0)
         return np.asarray(shares / np.maximum(shares.sum(axis=1, keepdims=True), 1e-12))
 
-    return _first_good(draw, sizes, request, lambda shares: cut_by_shares(shares, sizes))
+    return _first_good(draw, sizes, settings, lambda shares: cut_by_shares(shares, sizes))
 
 
 def cut_by_shares(shares: Float64, class_sizes: Int64) -> Int64:

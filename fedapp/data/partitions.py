@@ -54,7 +54,7 @@ import numpy.typing as npt
 
 from fedapp.data import flower, label_skew
 from fedapp.data.dataset import Dataset
-from fedapp.data.label_skew import Request, round_to_total
+from fedapp.data.label_skew import round_to_total
 from fedapp.errors import BadRequest, counted, suggest_choice
 from fedapp.files import atomic
 from fedapp.settings import DataSettings
@@ -205,22 +205,17 @@ def make(dataset: Dataset, settings: DataSettings) -> Partition:
     BadRequest : if the settings contradict the data, or no draw of 10,000 satisfies `min_samples`.
     """
     kind, split, seed, test_share = settings.partition, settings.split, settings.partition_seed, settings.test_share
-    parameter = PARTITION_PARAMETER.get(kind)
-    request = Request(
-        kind, parameter, dataset.num_classes, settings.clients, settings.alpha, settings.classes_per_client,
-        settings.min_samples,
-    )  # fmt: skip
-    _check(dataset, split, request)
+    _check(dataset, settings)
     # One stream per purpose: a change in how counts are drawn moves neither the images' order nor the test draw.
     seeds = (np.random.SeedSequence([seed, purpose]) for purpose in range(3))
     counts_rng, order_rng, split_rng = map(np.random.default_rng, seeds)
     labels = np.asarray(dataset.pool_labels if split == "merged" else dataset.y_train)
     shares, tests = None, None
     if kind == "two-class":
-        held, tests = _two_class(labels, split, test_share, request, counts_rng, split_rng)
+        held, tests = _two_class(labels, dataset.num_classes, settings, counts_rng, split_rng)
     else:
-        held, shares = _dealt(dataset, labels, request, settings.partition_args, counts_rng, order_rng)
-    _check_smallest(held, request)
+        held, shares = _dealt(dataset, labels, settings, counts_rng, order_rng)
+    _check_smallest(held, settings)
     if split == "official":
         tests = _official_tests(dataset, held, shares, split_rng)
     if tests is None:
@@ -241,26 +236,25 @@ def make(dataset: Dataset, settings: DataSettings) -> Partition:
 def _dealt(
     dataset: Dataset,
     labels: Int64,
-    request: Request,
-    arguments: str,
+    settings: DataSettings,
     counts_rng: np.random.Generator,
     order_rng: np.random.Generator,
 ) -> tuple[list[Int64], Float64 | None]:
     """Return each client's rows of the pool, and the shares (K, C) that cut it where the kind is ``classes``."""
-    kind, clients = request.kind, request.clients
+    kind, clients = settings.partition, settings.clients
     if kind == "iid":
         return flower.partition("flwr:IidPartitioner", {}, clients, {"label": labels}, order_rng), None
     if kind == "shards":
-        shards = {"partition_by": "label", "num_shards_per_partition": request.classes_per_client}
+        shards = {"partition_by": "label", "num_shards_per_partition": settings.classes_per_client}
         return flower.partition("flwr:ShardPartitioner", shards, clients, {"label": labels}, order_rng), None
     if flower.is_named(kind):
-        given, columns = flower.arguments(kind, arguments), _columns(dataset, labels)
+        given, columns = flower.arguments(kind, settings.partition_args), _columns(dataset, labels)
         return flower.partition(kind, given, clients, columns, order_rng), None
     sizes = np.bincount(labels, minlength=dataset.num_classes)
     if kind == "classes":
-        shares = label_skew.class_shares(sizes, request, counts_rng)
+        shares = label_skew.class_shares(sizes, settings, counts_rng)
         return _assign(labels, label_skew.cut_by_shares(shares, sizes), order_rng), shares
-    counts = getattr(label_skew, kind.replace("-", "_"))(sizes, request, counts_rng)
+    counts = getattr(label_skew, kind.replace("-", "_"))(sizes, settings, counts_rng)
     return _assign(labels, counts, order_rng), None
 
 
@@ -286,9 +280,10 @@ def of_clients(
     return Partition(kind, split, members, _hash(members), {**facts, **settings}, tuple(names))
 
 
-def _check(dataset: Dataset, split: str, request: Request) -> None:
+def _check(dataset: Dataset, settings: DataSettings) -> None:
     """Raise `BadRequest` where the settings contradict the data."""
-    kind, clients, per_client, least = request.kind, request.clients, request.classes_per_client, request.min_samples
+    kind, split, clients = settings.partition, settings.split, settings.clients
+    per_client, least = settings.classes_per_client, settings.min_samples
     for what, value, known in (("partition", kind, PARTITION_KINDS), ("split", split, SPLITS)):
         if value not in known and not flower.is_named(value):
             raise BadRequest(f"unknown {what} '{value}'{suggest_choice(value, known)}")
@@ -317,13 +312,13 @@ def _check(dataset: Dataset, split: str, request: Request) -> None:
         )
 
 
-def _check_smallest(held: Sequence[Int64], request: Request) -> None:
+def _check_smallest(held: Sequence[Int64], settings: DataSettings) -> None:
     """Raise `BadRequest` where a client holds fewer samples than it must."""
     smallest = min(range(len(held)), key=lambda client: len(held[client]))
-    if len(held[smallest]) < request.min_samples:
+    if len(held[smallest]) < settings.min_samples:
         raise BadRequest(
-            f"partition {request.kind!r}: client {smallest} holds {counted(len(held[smallest]), 'sample')}, "
-            f"fewer than min-samples {request.min_samples}: lower min-samples or clients"
+            f"partition {settings.partition!r}: client {smallest} holds {counted(len(held[smallest]), 'sample')}, "
+            f"fewer than min-samples {settings.min_samples}: lower min-samples or clients"
         )
 
 
@@ -393,29 +388,22 @@ def _stratified(
 
 
 def _two_class(
-    labels: Int64,
-    split: str,
-    test_share: float,
-    request: Request,
-    draw_rng: np.random.Generator,
-    test_rng: np.random.Generator,
+    labels: Int64, classes: int, settings: DataSettings, draw_rng: np.random.Generator, test_rng: np.random.Generator
 ) -> tuple[list[Int64], list[Int64] | None]:
     """Return the clients' training rows, and their test rows if the pool is cut here (not ``official``)."""
-    pool = np.arange(len(labels))
-    train_pool, test_pool = (pool, pool[:0]) if split == "official" else _stratified(pool, labels, test_rng, test_share)
-    train_of, test_of = (
-        [rows[labels[rows] == label] for label in range(request.num_classes)] for rows in (train_pool, test_pool)
-    )
+    pool, official = np.arange(len(labels)), settings.split == "official"
+    train_pool, test_pool = (pool, pool[:0]) if official else _stratified(pool, labels, test_rng, settings.test_share)
+    train_of, test_of = ([rows[labels[rows] == c] for c in range(classes)] for rows in (train_pool, test_pool))
     if sum(len(rows) > 0 for rows in train_of) < 2:
         raise BadRequest("partition 'two-class' needs images of at least two classes")
-    train_each = len(train_pool) // (2 * request.clients)
-    test_each = max(1, len(test_pool) // (2 * request.clients))
+    train_each = len(train_pool) // (2 * settings.clients)
+    test_each = max(1, len(test_pool) // (2 * settings.clients))
     held, tests = [], []
-    for _ in range(request.clients):
-        classes, rows = label_skew.draw_two_classes(train_of, train_each, draw_rng)
+    for _ in range(settings.clients):
+        drawn, rows = label_skew.draw_two_classes(train_of, train_each, draw_rng)
         held.append(np.concatenate(rows))
-        tests.append(np.concatenate([test_rng.permutation(test_of[label])[:test_each] for label in classes]))
-    return held, None if split == "official" else tests
+        tests.append(np.concatenate([test_rng.permutation(test_of[label])[:test_each] for label in drawn]))
+    return held, None if official else tests
 
 
 def _official_tests(
