@@ -23,6 +23,7 @@ from clients.shares import PERSONAL, PRIOR, Float64
 from clients.sums import STRENGTH, SUMS, OwnShares, shares_of
 from fedapp import sampling
 from fedapp.core import names, sums
+from fedapp.core.gaussian import unpack
 from fedapp.core.sums import FeatureSums
 from fedapp.lazy import F, Tensor, torch
 from fedapp.method import Arrays, Payload, Scalar
@@ -144,7 +145,7 @@ class Choosing(OwnShares):
             found.update(z, label)
         arrays = found.arrays()
         if "a" in arrays:
-            arrays["a"] = sums.second_moments(arrays["a"], self.model.width)
+            arrays["a"] = unpack(arrays["a"], self.model.width + 1)
         rows, _ = settings.solved(Totals(arrays, [arrays]))
         counts = arrays["b"][:, -1]
         weight, bias = sums.as_head(rows, counts > 0)

@@ -23,6 +23,7 @@ from clients.choice import CHOSEN, FIRST, FIRST_STRENGTH, KEPT, OWN_DEFAULT, Cho
 from clients.shares import NUMBERS, PRIOR
 from clients.sums import STRENGTH, SUMS, OwnShares, SumsClient, SumsHParams, shares_of
 from fedapp.core import sums
+from fedapp.core.gaussian import unpack
 from fedapp.core.sums import Float64, Real
 from fedapp.errors import BadRequest, Impossible
 from fedapp.method import (
@@ -219,7 +220,7 @@ def class_sums(squares: Real | None, apart: bool, energy: bool) -> Total:
         return sums.problem_of(arrays, context.num_classes, context.width, squares, lost, energy)
 
     def read(context: ServerContext, arrays: Arrays) -> Arrays:
-        return {n: sums.second_moments(a, context.width) if n == "a" else a for n, a in arrays.items()}
+        return {n: unpack(a, context.width + 1) if n == "a" else a for n, a in arrays.items()}
 
     return Total(
         SUMS, arrays, check, lambda arrays: float(arrays["b"][:, -1].sum()), read, apart,

@@ -25,7 +25,7 @@ def summed(z: Any, y: Any, classes: int = 3, batches: int = 1, squares: bool = T
 
 def whole(z: Any = Z, y: Any = Y, classes: int = 3) -> tuple[np.ndarray, np.ndarray]:
     arrays = summed(z, y, classes)
-    return sums.second_moments(arrays["a"], np.shape(z)[1]), arrays["b"]
+    return gaussian.unpack(arrays["a"], np.shape(z)[1] + 1), arrays["b"]
 
 
 def test_sums_of_the_worked_example() -> None:
@@ -33,7 +33,7 @@ def test_sums_of_the_worked_example() -> None:
     assert a.tolist() == [[69, 67, 21], [67, 168, 36], [21, 36, 10]]
     assert b.T.tolist() == [[10, 6, 5], [6, 25, 5], [4, 5, 1]]
     first = summed(*CLIENTS[0])
-    assert sums.second_moments(first["a"], 2).tolist() == [[15, 18, 7], [18, 55, 15], [7, 15, 5]]
+    assert gaussian.unpack(first["a"], 3).tolist() == [[15, 18, 7], [18, 55, 15], [7, 15, 5]]
     assert first["b"].T.tolist() == [[6, 1, 0], [6, 9, 0], [3, 2, 0]]
 
 
@@ -43,7 +43,7 @@ def test_sums_equal_a_product_of_all_rows(batches: int) -> None:
     z, y = rng.normal(100, 1, (40, 6)), rng.choice([0, 2], 40)
     arrays = summed(z, y, batches=batches)
     h = np.column_stack([z, np.ones(40)])
-    np.testing.assert_allclose(sums.second_moments(arrays["a"], 6), h.T @ h, rtol=1e-14)
+    np.testing.assert_allclose(gaussian.unpack(arrays["a"], 7), h.T @ h, rtol=1e-14)
     np.testing.assert_allclose(arrays["b"], np.eye(3)[y].T @ h, rtol=1e-14)
     assert set(summed(z, y, squares=False)) == {"b"} and arrays["b"].dtype == np.float64
 
@@ -183,7 +183,7 @@ def test_losses_by_scale_and_the_best_of_them() -> None:
 
 def broken(change: Callable[[dict[str, np.ndarray], np.ndarray], Any]) -> str | None:
     arrays = summed(*CLIENTS[0])
-    a = sums.second_moments(arrays["a"], 2)
+    a = gaussian.unpack(arrays["a"], 3)
     change(arrays, a)
     if "a" in arrays and arrays["a"].shape == (6,):
         arrays["a"] = gaussian.pack(a)

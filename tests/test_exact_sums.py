@@ -76,11 +76,11 @@ def test_sums_have_the_bits_of_whole_numbers(kind: str, clients: int) -> None:
                 own.update(torch.from_numpy(z[part]), torch.from_numpy(y[part]))
             parts.append(own.arrays())
             assert sums.problem_of(parts[-1], CLASSES, WIDTH, np.float64) is None
-        assert np.array_equal(sums.second_moments(np.sum([p["a"] for p in parts], axis=0), WIDTH), a)
+        assert np.array_equal(gaussian.unpack(np.sum([p["a"] for p in parts], axis=0), WIDTH + 1), a)
         assert np.array_equal(np.sum([p["b"] for p in parts], axis=0), b)
         words = np.sum([masks.encode(p, clients, 2 * bits) for p in parts], axis=0, dtype=np.uint64)
         opened = masks.decode(words, {n: x.shape for n, x in parts[0].items()}, 2 * bits)
-        assert np.array_equal(sums.second_moments(opened["a"], WIDTH), a) and np.array_equal(opened["b"], b)
+        assert np.array_equal(gaussian.unpack(opened["a"], WIDTH + 1), a) and np.array_equal(opened["b"], b)
 
 
 def with_a_negative_eigenvalue(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -106,7 +106,7 @@ def test_two_forged_answers_among_100_are_refused_by_name(tmp_path: Path) -> Non
         if kind != "query.sums":
             return reply
         arrays = {n: array.numpy() for n, array in reply.content[ARRAYS].items()}
-        a = sums.second_moments(arrays["sums/a"], WIDTH)
+        a = gaussian.unpack(arrays["sums/a"], WIDTH + 1)
         forge = forgers[reply.metadata.src_node_id - FIRST_NODE]
         forged = gaussian.pack(forge(a, arrays["sums/b"]))
         return change_arrays(reply, lambda name, array: forged if name == "sums/a" else array)
@@ -271,7 +271,7 @@ def test_honest_second_moments_in_single_precision_pass(rows: int) -> None:
         arrays = own.arrays()
         arrays["a"] = arrays["a"].astype(np.float32)
         assert sums.problem_of(arrays, CLASSES, width, np.float32) is None
-        a = sums.second_moments(arrays["a"], width)
+        a = gaussian.unpack(arrays["a"], width + 1)
         a[:-1, :-1] -= 1e-3 * np.abs(a).max() * np.eye(width)
         arrays["a"] = gaussian.pack(a).astype(np.float32)
         if rows < width:

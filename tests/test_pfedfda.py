@@ -15,7 +15,7 @@ from clients.pfedfda import GAUSSIANS, PFedFDAClient, PFedFDAHParams
 from fedapp import sampling
 from fedapp.core.adaptation import Gaussians, choose, estimate, folds, log_prior, rule
 from fedapp.core.gaussian import pack, unpack
-from fedapp.core.sums import FeatureSums, discriminant, nearest_mean, second_moments
+from fedapp.core.sums import FeatureSums, discriminant, nearest_mean
 from fedapp.engines.local import RunResult
 from fedapp.method import Payload, Reply
 from fedapp.models import build_model, selection
@@ -129,7 +129,7 @@ def test_beta_zero_is_the_lda_head_with_the_own_prior_and_equal_spheres_are_the_
     sums = FeatureSums(3, 2)
     sums.update(torch.from_numpy(EVERY), torch.from_numpy(LABELS))
     sent = sums.arrays()
-    uniform = discriminant(second_moments(sent["a"], 2), sent["b"], 1e-4, "uniform")
+    uniform = discriminant(unpack(sent["a"], 3), sent["b"], 1e-4, "uniform")
     shared = estimate(EVERY, LABELS, SHARED, 1)
     shared = Gaussians(shared.mean, (shared.cov - np.eye(2)) * (len(EVERY) - 1) / (len(EVERY) - 3))
     ours = rule(OWN.mixed(shared, (0, 0)), PRIOR, 1e-4)

@@ -61,7 +61,7 @@ def test_with_the_common_covariance_it_is_lda(prior: str) -> None:
     found = sums.FeatureSums(4, 5)
     found.update(torch.from_numpy(z), torch.from_numpy(y))
     arrays = found.arrays()
-    rows = sums.discriminant(sums.second_moments(arrays["a"], 5), arrays["b"], 0.1, prior)  # type: ignore[arg-type]
+    rows = sums.discriminant(gaussian.unpack(arrays["a"], 6), arrays["b"], 0.1, prior)  # type: ignore[arg-type]
     gap = solved(z, y, 4, 1.0, 0.1, prior) - (z @ rows[:, :-1].T + rows[:, -1])
     np.testing.assert_allclose(np.ptp(gap, axis=1), 0, atol=1e-9)
 

@@ -40,7 +40,7 @@ import numpy.typing as npt
 
 from fedapp.core.averages import as_tensor
 from fedapp.errors import Impossible
-from fedapp.lazy import blas, torch
+from fedapp.lazy import blas, lapack, torch
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -60,17 +60,6 @@ REPLIES = 64
 
 
 @lru_cache(maxsize=4)
-def _packing(width: int) -> tuple[Int64, Int64]:
-    """Return where packed entries lie in a flat square, and where a square's entries lie in the packed form."""
-    upper = np.flatnonzero(np.triu(np.ones((width, width), dtype=bool)))
-    square = np.empty((width, width), dtype=np.int64)
-    square.reshape(-1)[upper] = np.arange(upper.size)
-    lower = np.tril_indices(width, -1)
-    square[lower] = square.T[lower]
-    return upper, square
-
-
-@lru_cache(maxsize=4)
 def _above(width: int) -> npt.NDArray[np.bool_]:
     """Return which entries of a square lie above its diagonal."""
     return ~np.tri(width, dtype=bool)
@@ -85,12 +74,27 @@ def pack(square: Array) -> Array:
         In the order of ``numpy.triu_indices(d)`` and the input's dtype. Entries below the diagonal are not read.
     """
     width = square.shape[-1]
-    return square.reshape(*square.shape[:-2], width * width)[..., _packing(width)[0]]
+    packed = np.empty((*square.shape[:-2], width * (width + 1) // 2), square.dtype)
+    [trttp] = lapack.get_lapack_funcs(["trttp"], [square])
+    for place in np.ndindex(square.shape[:-2]):  # columns of a lower triangle are rows of the upper one
+        packed[place] = trttp(square[place].T, uplo="L")[0]
+    return packed
 
 
 def unpack(packed: Array, width: int) -> Array:
     """Return the exactly symmetric matrices (..., d, d) whose upper triangles `pack` returned; ``width`` is d."""
-    return packed[..., _packing(width)[1]]
+    square = np.empty((*packed.shape[:-1], width, width), packed.dtype)
+    [tpttr] = lapack.get_lapack_funcs(["tpttr"], [packed])
+    for place in np.ndindex(packed.shape[:-1]):
+        upper = tpttr(width, packed[place], uplo="L")[0].T
+        square[place] = np.where(_above(width), upper, upper.T)
+    return square
+
+
+def diagonal(width: int) -> Int64:
+    """Return where the packed form of a symmetric matrix holds its diagonal, (d,)."""
+    rows = np.arange(width)
+    return rows * width - rows * (rows - 1) // 2
 
 
 # Accumulating -------------------------------------------------------------------------------------
@@ -437,7 +441,7 @@ def problem_of(arrays: Mapping[str, Array], mode: Mode, num_classes: int, width:
         )
     cov = arrays.get("cov")
     if cov is not None and cov.size:
-        variances = cov if mode == "diag" else cov[..., np.diagonal(_packing(width)[1])]
+        variances = cov if mode == "diag" else cov[..., diagonal(width)]
         if (variances < -ROUNDING * np.abs(variances).max(initial=1.0)).any():
             return "variances of statistics must not be negative"
     return None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedapp.core.gaussian import unpack
+from fedapp.core.gaussian import diagonal, unpack
 from fedapp.errors import Impossible
 
 Array = npt.NDArray[Any]
@@ -66,7 +66,7 @@ def problem_of(arrays: Mapping[str, Array], width: int, full: bool, samples: int
         if cov.shape != shape or cov.dtype.kind != "f":
             got = f"cov has dtype {cov.dtype} and shape {cov.shape}"
             return Impossible(f"{got}, expected floating point of shape {shape}")
-        places = np.diag(unpack(np.arange(shape[1]), width)) if full else slice(None)
+        places = diagonal(width) if full else slice(None)
         if (cov[:, places] < 0).any():
             return "variances must not be negative"
     if counts is not None:

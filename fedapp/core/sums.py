@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.core import masks
+from fedapp.core.gaussian import pack
 from fedapp.core.robust import believed
 from fedapp.errors import BadRequest, Impossible
 from fedapp.lazy import blas, lapack, torch
@@ -118,16 +119,7 @@ class FeatureSums:
         energy = {} if self.energy is None else {"energy": self.energy}
         if self._a is None:
             return {"b": self.b, **energy}
-        packed, _ = lapack.dtrttp(self._a.T, uplo="L")  # columns of a lower triangle are rows of the upper one
-        return {"a": packed, "b": self.b, **energy}
-
-
-def second_moments(packed: Array, width: int) -> Float64:
-    """Return A (d + 1, d + 1), exactly symmetric, from its packed upper triangle; ``width`` is d."""
-    lower = np.tril(lapack.dtpttr(width + 1, packed, uplo="L")[0])
-    a: Float64 = lower + lower.T
-    np.fill_diagonal(a, lower.diagonal())
-    return a
+        return {"a": pack(self._a), "b": self.b, **energy}
 
 
 def capped_sums(
