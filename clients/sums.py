@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from clients._initial import initial_model
 from clients.posthoc import PostHocClient, PostHocHParams
@@ -117,7 +117,24 @@ class SumsHParams(HeadHParams):
         return self
 
 
-class SquaresHParams(SumsHParams):
+class TotalsHParams(SumsHParams):
+    """The same for heads that need no client's sums apart, so that clients may join or leave stored totals."""
+
+    totals: str = Field(
+        "", description="run directory whose sums those of this run's clients are added to; empty = none (no paper)"
+    )
+    leave: bool = Field(False, description="the sums of this run's clients are taken away from totals (no paper)")
+
+    @model_validator(mode="after")
+    def _whole_sums(self) -> Self:
+        if self.leave and not self.totals:
+            raise ValueError("leave=true needs totals: name the run whose sums hold those of the clients that leave")
+        if self.totals and (self.choose or self.precision() is np.float32):
+            raise ValueError("totals are exact sums of all rows: leave choose and wire out")
+        return self
+
+
+class SquaresHParams(TotalsHParams):
     """The same for heads that need A_k."""
 
     wire: Literal["f64", "f32"] = Field(

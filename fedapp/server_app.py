@@ -27,7 +27,7 @@ from fedapp.core.secure_sum import threshold
 from fedapp.data import partitions
 from fedapp.data.card import data_card, in_lines
 from fedapp.errors import BadRequest, counted, plain
-from fedapp.federation import server_model
+from fedapp.federation import server_model, totals
 from fedapp.federation.bodies import ByBody, JoinedQueries
 from fedapp.federation.central import CentralTest
 from fedapp.federation.context import server_context
@@ -353,6 +353,7 @@ class Run(Setup):
         self.tell({"kind": "start", "method": config.federation.method, **about})
         self._make_hooks()
         self._scale()
+        self.strategy.context = context = dataclasses.replace(context, totals=totals.read(self))
         state = federate(self.strategy, self.cohort, context, self.hooks, rounds=rounds, start=self._take_start())
         found = summary(self, state, self.warnings)
         write_json(self.out / "summary.json", found)

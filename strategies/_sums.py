@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -23,9 +23,9 @@ from clients.choice import CHOSEN, FIRST, FIRST_STRENGTH, KEPT, OWN_DEFAULT, Cho
 from clients.shares import NUMBERS, PRIOR
 from clients.sums import STRENGTH, SUMS, OwnShares, SumsClient, SumsHParams, shares_of
 from fedapp.core import sums
-from fedapp.core.gaussian import unpack
+from fedapp.core.gaussian import pack, unpack
 from fedapp.core.sums import Float64, Real
-from fedapp.errors import BadRequest, Impossible
+from fedapp.errors import BadRequest, Impossible, counted
 from fedapp.method import (
     SUM_BITS,
     Array,
@@ -128,7 +128,7 @@ class HeadFromSums(ClosedForm):
         """Make one head, see `solve`; `names` are those of the queries where they are for other rows."""
         scalars = self.sum_bits()
         reduced = query(names.get("sums", "sums"), Payload(common=w, scalars=scalars))
-        found = reduced.totals("sums")
+        found, kept = self.union(reduced.totals("sums"), reduced.clients, scalars)
         if scalars and not names:
             self.warn_of_rounding(found.sums, int(scalars[SUM_BITS]) // 2)
         if self.settings.precision() is np.float32:
@@ -139,7 +139,12 @@ class HeadFromSums(ClosedForm):
         rows, entries = self.rows(found)
         scale = self.scale(w, rows, counts > 0, query, names.get("losses", "losses"))
         head = dict(zip((W, B), sums.as_head(rows, counts > 0, scale)))
-        return self.entry(head, counts, scale), reduced.clients, counts, {"scale": scale, **entries}
+        entry = self.entry(head, counts, scale)
+        if kept:
+            entry["totals"] = {**kept, "scale": scale}
+        if self.context.totals:
+            entries |= {"clients": kept["number"], "samples_left_out": 0}
+        return entry, reduced.clients, counts, {"scale": scale, **entries}
 
     def sum_bits(self) -> dict[str, Scalar]:
         """Return the scalar of a query with which sums are exact; empty unless all clients state a largest feature.
@@ -152,6 +157,8 @@ class HeadFromSums(ClosedForm):
         """
         clients = self.context.clients
         largest = [c.largest for c in clients if c.largest is not None]
+        if stored := self.context.totals:
+            return {SUM_BITS: 2 * stored["bits"]} if len(largest) == len(clients) else {}
         if not largest or len(largest) < len(clients):
             return {}
         bits = sums.exact_bits([c.num_samples for c in clients], max(largest))
@@ -161,6 +168,57 @@ class HeadFromSums(ClosedForm):
                 f"fewer than {sums.LEAST_BITS} bits behind the point of features in exact sums: scale the features down"
             )
         return {SUM_BITS: 2 * bits} if max(largest) * 2.0**bits >= FEWEST_STEPS else {}
+
+    def union(
+        self, found: Totals, replies: Sequence[Reply], scalars: Mapping[str, Scalar]
+    ) -> tuple[Totals, ServerState]:
+        """Return the sums added to stored ones or, with `leave`, taken away from them, and the entry that is stored.
+
+        The entry holds `sums`, k as `bits`, the largest |z|, whether no addition was rounded, and the `clients` of
+        this run. It is empty where sums are not exact, leave rows out, or were opened together.
+
+        Raises
+        ------
+        BadRequest : there are stored sums, and those of this run are such; or the result cannot be sums of features.
+        """
+        stored, b = self.context.totals, found.sums["b"]
+        single = not any(r.members for r in replies) and b[:, -1].sum() == sum(r.num_samples for r in replies)
+        if not scalars or not single or self.apart or self.settings.precision() is np.float32:
+            if stored:
+                raise BadRequest(
+                    f"totals = '{self.settings.totals}': sums are added only where they are exact and of all rows: "
+                    "give features of a frozen body, model=identity, min_count=1 and count-cap=0"
+                )
+            return found, {}
+        bits, ids = int(scalars[SUM_BITS]) // 2, [r.client for r in replies]
+        largest = max(c.largest or 0.0 for c in self.context.clients)
+        if not stored:
+            return found, {"sums": found.sums, "bits": bits, "largest": largest, "exact": True, "clients": ids}
+        sign = -1 if self.settings.leave else 1
+        whole = {name: stored["sums"][name] + sign * array for name, array in found.sums.items()}
+        packed = {name: pack(array) if name == "a" else array for name, array in whole.items()}
+        squares = self.settings.precision() if "a" in whole else None
+        if problem := sums.problem_of(packed, self.context.num_classes, self.context.width, squares):
+            raise BadRequest(
+                f"totals = '{self.settings.totals}': {problem} in what is left: the clients that leave had other rows"
+            )
+        rows, largest = float(whole["b"][:, -1].sum()), max(largest, stored["largest"])
+        exact, number = stored["exact"] and sums.exact(rows, largest, bits), len(stored["sites"]) + sign * len(ids)
+        warn, name = self.context.warn, self.method.id
+        warn(f"{name}: the head is of {counted(number, 'client')}, scores are of the {len(ids)} of this run alone")
+        if not exact:
+            warn(
+                f"{name}: {rows:g} rows with features up to {largest:g} leave too few bits: the sums are right to "
+                "1e-13 and no longer exact"
+            )
+        return Totals(whole, []), {
+            "sums": whole,
+            "bits": bits,
+            "largest": largest,
+            "exact": exact,
+            "clients": ids,
+            "number": number,
+        }
 
     def warn_of_rounding(self, found: Arrays, bits: int) -> None:
         """Warn where the rounding of features to multiples of 2^-k is large, and name the client that causes it.
@@ -187,6 +245,8 @@ class HeadFromSums(ClosedForm):
             own, before = np.linalg.norm(rows[seen, :-1]), np.linalg.norm(w[W][seen])
             return float(before / own) if own > 0 and before > 0 else 1.0
         head = dict(zip((W, B), sums.as_head(rows, seen)))
+        if stored := self.context.totals:  # this run has the rows of few clients, or of those that leave
+            return float(stored["scale"])
         found = query(losses, Payload(common={**w, **head})).totals("losses")
         return sums.best_scale(found.sums["loss"])
 

@@ -22,14 +22,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from clients.sums import ClassSumsClient, SumsHParams
+from clients.sums import ClassSumsClient, TotalsHParams
 from fedapp.core import sums
 from fedapp.core.sums import Float64
 from fedapp.reduce.spec import Totals
 from strategies._sums import HeadFromSums, head_method
 
 
-class FedNCMHParams(SumsHParams):
+class FedNCMHParams(TotalsHParams):
     """Hyperparameters of FedNCM; those of the base method are given as `base.NAME=value`."""
 
     metric: Literal["cosine", "euclidean"] = Field("cosine", description="what is nearest (paper: cosine)")

@@ -49,6 +49,7 @@ def check(config: RunConfig) -> None:
     _check_robust(config, method, hparams)
     _check_sums(config, method, hparams)
     _check_wire(config, hparams)
+    _check_totals(config, hparams)
     dp_rules.check(config, method, hparams)
     _check_partition(config)
     _check_bodies(config, hparams)
@@ -224,6 +225,20 @@ def _check_sums(config: RunConfig, method: Method, hparams: BaseHParams) -> None
     }
     for key in changed(config, *why):
         raise BadRequest(f"{key} {why[key]}, which secure-sum hides from the server: use one of the two")
+
+
+def _check_totals(config: RunConfig, hparams: BaseHParams) -> None:
+    """Refuse stored totals where one client's sums are hidden, have noise, or are of features of another scale."""
+    if not getattr(hparams, "totals", ""):
+        return
+    why = {
+        "secure-sum": "the difference between two totals is the sum of the clients that joined or left",
+        "dp": "the noise of a client's second answer is not that of its first",
+    }
+    for key in changed(config, *why):
+        raise BadRequest(f"totals: {why[key]}: leave {key} out")
+    if frozen.of(config.model.model, config.model).scaled:
+        raise BadRequest("totals: features would be standardised by this run's clients alone: leave model-args out")
 
 
 def _check_wire(config: RunConfig, hparams: BaseHParams) -> None:

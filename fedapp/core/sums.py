@@ -65,11 +65,15 @@ def exact_bits(samples: Sequence[int], largest: float) -> int | None:
     samples : n_k of each client, (K,), N in all.   largest : M, the largest absolute value of a feature.
     """
     for k in range(MOST_BITS, LEAST_BITS - 1, -1):
-        most = float(np.rint(largest * 2.0**k))
-        part = max(samples) * max(1.0, (most / 2.0**k) ** 2)
-        if sum(samples) * most**2 <= 2.0**53 and part <= masks.largest(len(samples), 2 * k):
+        part = max(samples) * max(1.0, (float(np.rint(largest * 2.0**k)) / 2.0**k) ** 2)
+        if exact(sum(samples), largest, k) and part <= masks.largest(len(samples), 2 * k):
             return k
     return None
+
+
+def exact(samples: float, largest: float, bits: int) -> bool:
+    """Return whether ``N M^2`` is at most ``2^53`` units of ``2^-2k``, for N samples, M and k as in `exact_bits`."""
+    return samples * float(np.rint(largest * 2.0**bits)) ** 2 <= 2.0**53
 
 
 class FeatureSums:

@@ -56,6 +56,10 @@ def effective(values: Mapping[str, Any]) -> RunConfig:
     }
     given = {name: Path(path).expanduser() for name, path in paths.items() if path and not path.startswith(HUB)}
     config = config.replaced(**{name: str(path.absolute()) for name, path in given.items()})
+    if stored := getattr(config.method_and_hparams()[1], "totals", ""):
+        place = Path(stored).expanduser().absolute()
+        args = config.federation.method_args.replace(f"totals={stored}", f"totals={place}")
+        config = config.replaced(method_args=args)
     return tasks.settled(config, DEFAULT_CLIENTS)
 
 

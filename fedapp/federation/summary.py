@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedapp.federation import totals
 from fedapp.federation.bodies import scores_by_body
 from fedapp.federation.hook import Setup
 from fedapp.federation.hooks.scores import ValidationChoice
@@ -33,6 +34,7 @@ def summary(run: Setup, state: ServerState, warnings: list[str]) -> dict[str, An
     store_final(run, state, chosen)
     for body, part in run.parts.items():
         store_final(part, state[body], chosen, f"last-{body[:8]}")
+    totals.store(run, state)
     tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
     none = np.empty(0)
     answered = rounds.get("clients", none)

@@ -1,0 +1,167 @@
+"""Stored totals: clients that join or leave later, without any message to the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedapp.core.gaussian import unpack
+from fedapp.errors import BadRequest
+from fedapp.learning.state import read_safetensors, write_safetensors
+from fedapp.results.runs import RunResult
+
+Tiny = Callable[..., RunResult]
+CLASSES, WIDTH = 4, 9
+SHAPE = "classes and features"
+METHODS = ["fed3r", "lda prior=pooled", "fedncm"]
+
+
+def rows(sites: list[str], place: Path, body: str = "a", scale: float = 1.0, classes: str = "abcd") -> Path:
+    """Write features of some of the sites `p` to `t`; site `t` has rows of one class, class 3 is at `s` alone."""
+    rng, parts = np.random.default_rng(5), []
+    centres = rng.normal(size=(CLASSES, WIDTH))
+    for site in "pqrst":
+        y = np.full(31, 1) if site == "t" else rng.integers(0, 4 if site == "s" else 3, 50)
+        x = centres[y] + rng.normal(size=(len(y), WIDTH))
+        parts.append((x, y, np.full(len(y), site), np.where(np.arange(len(y)) % 3 == 2, "test", "train")))
+    x, y, client, split = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    own = np.isin(client, sites)
+    about = json.dumps({"body": body * 64, "width": WIDTH})
+    np.savez(
+        place, x=(scale * x[own]).astype(np.float32), y=y[own], client=client[own], split=split[own],
+        about=np.array(about), class_names=list(classes),
+    )  # fmt: skip
+    return place
+
+
+@pytest.fixture
+def go(tmp_path: Path, tiny: Tiny) -> Callable[..., RunResult]:
+    """Run a method, with hyperparameters after its name, on features of some sites."""
+
+    def run(text: str, sites: str, *, totals: Path | None = None, leave: bool = False, **more: Any) -> RunResult:
+        given = {key: more.pop(key) for key in ("body", "scale", "classes") if key in more}
+        place = rows(list(sites), tmp_path / f"{sites}.npz", **given)
+        words = [f"totals={totals}"] * bool(totals) + ["leave=true"] * leave
+        method, *args = text.split()
+        common = {"dataset": "npz", "clients": 0, "data_dir": str(place), "min_samples": 1}
+        return tiny(method=method, method_args=" ".join([*args, *words]), **common, **more)
+
+    return run
+
+
+def totals(run: RunResult) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    return read_safetensors(run.out / "models" / "totals.safetensors")
+
+
+def head(run: RunResult) -> dict[str, bytes]:
+    arrays, _ = read_safetensors(run.out / "models" / "last.safetensors")
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_clients_join_and_leave_as_if_they_had_always_or_never_been_there(method: str, go: Any) -> None:
+    """A, b and the head have equal bits; `t` has rows of one class, and class 3 comes with `s`."""
+    text = f"{method} scale=none"
+    begun, whole, alone = go(text, "pqr"), go(text, "pqrst"), go(text, "r")
+    joined = go(text, "st", totals=begun.out)
+    left = go(text, "st", totals=joined.out, leave=True)
+    rest = go(text, "pq", totals=left.out / "models" / "totals.safetensors", leave=True)
+    for found, wanted in ((joined, whole), (left, begun), (rest, alone)):
+        (mine, told), (theirs, said) = totals(found), totals(wanted)
+        assert sorted(mine) == sorted(theirs) == (["b"] if method == "fedncm" else ["a", "b"])
+        assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
+        assert head(found) == head(wanted)
+        assert told["sites"] == said["sites"] and told["exact"] is said["exact"] is True
+        for name in ("samples", "clients", "samples_left_out", "classes_unseen"):
+            assert found.summary["calibration"][name] == wanted.summary["calibration"][name]
+    a, b = (np.zeros((WIDTH + 1, WIDTH + 1)), np.zeros((CLASSES, WIDTH + 1)))
+    with np.load(rows(list("pqrst"), begun.out / "all.npz")) as arrays:
+        train, bits = arrays["split"] == "train", totals(whole)[1]["bits"]
+        h = np.column_stack([np.rint(arrays["x"][train].astype(float) * 2.0**bits), np.full(train.sum(), 2.0**bits)])
+        a, b = h.T @ h / 4.0**bits, np.eye(CLASSES)[arrays["y"][train]].T @ h / 2.0**bits
+    assert np.array_equal(totals(joined)[0]["b"], b), "NumPy adds whole numbers"
+    if method != "fedncm":
+        assert np.array_equal(unpack(totals(joined)[0]["a"], WIDTH + 1), a)
+
+
+def test_the_factor_of_the_logits_stays_and_scores_are_of_the_clients_that_take_part(go: Any) -> None:
+    begun = go("lda personal=true", "pqr")
+    joined = go("lda personal=true", "st", totals=begun.out)
+    left = go("lda personal=true", "st", totals=joined.out, leave=True)
+    assert head(left) == head(begun) != head(joined)
+    factors = {run.summary["calibration"]["scale"] for run in (begun, joined, left)}
+    assert len(factors) == 1 and "bytes_up_query.losses" not in joined.summary
+    assert joined.summary["headline"]["clients"] == 2 and joined.summary["calibration"]["clients"] == 5
+    assert "lda: the head is of 5 clients, scores are of the 2 of this run alone" in joined.summary["warnings"]
+    assert "lda: the head is of 3 clients, scores are of the 2 of this run alone" in left.summary["warnings"]
+
+
+def test_a_newcomer_with_large_features_ends_the_exactness_for_good(go: Any) -> None:
+    begun = go("fed3r", "pqr")
+    joined = go("fed3r", "s", totals=begun.out, scale=300.0)
+    left = go("fed3r", "s", totals=joined.out, leave=True, scale=300.0)
+    again = go("fed3r", "t", totals=left.out)
+    for run in (joined, left, again):
+        told = [w for w in run.summary["warnings"] if "right to 1e-13 and no longer exact" in w]
+        assert len(told) == 1 and totals(run)[1]["exact"] is False
+    for name, array in totals(begun)[0].items():
+        np.testing.assert_allclose(totals(left)[0][name], array, atol=1e-13 * np.abs(totals(joined)[0][name]).max())
+
+
+@pytest.mark.parametrize(
+    ("sites", "given", "more", "words"),
+    [
+        ("s", "", {"body": "b"}, "body is aaaa.* there and bbbb"),
+        ("s", "", {"classes": "abce"}, "classes is .* there and"),
+        ("s", "", {"classes": "abcde"}, "classes is .* there and"),
+        ("rs", "", {}, "client r is in them already"),
+        ("s", "leave=true", {}, "client s is not in them"),
+        ("q", "leave=true", {"scale": 2.0}, "in what is left: the clients that leave had other rows"),
+        ("s", "min_count=2", {}, "sums are added only where they are exact and of all rows"),
+        ("st", "", {"count_cap": 1.0}, "sums are added only where they are exact and of all rows"),
+        ("s", "choose=true", {}, "totals are exact sums of all rows: leave choose and wire out"),
+        ("s", "wire=f32", {}, "totals are exact sums of all rows: leave choose and wire out"),
+        ("s", "", {"secure_sum": True}, "totals: the difference between two totals is the sum of the clients that"),
+        ("s", "", {"dp": "example"}, "totals: the noise of a client's second answer is not that of its first"),
+        ("s", "", {"model_args": "standardise=true"}, "standardised by this run's clients alone"),
+    ],
+)
+def test_totals_are_refused_in_one_line(sites: str, given: str, more: dict[str, Any], words: str, go: Any) -> None:
+    begun = go("fed3r", "pqr")
+    with pytest.raises(BadRequest, match=words) as refused:
+        go(f"fed3r {given}", sites, totals=begun.out, **more)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_holds_no_totals_is_refused(go: Any, tmp_path: Path) -> None:
+    begun = go("lda", "pqr")
+    for place in (begun.out / "models" / "last.safetensors", tmp_path / "none", begun.out / "config.toml"):
+        with pytest.raises(BadRequest, match="no totals: "):
+            go("lda", "s", totals=place)
+    with pytest.raises(BadRequest, match="method is lda there and fed3r here"):
+        go("fed3r", "s", totals=begun.out)
+    with pytest.raises(BadRequest, match="leave=true needs totals"):
+        go("lda leave=true", "s")
+    arrays, header = totals(begun)
+    cut = {"a": arrays["a"][: 9 * 10 // 2], "b": arrays["b"][:, 1:].copy()}
+    write_safetensors(tmp_path / "cut.safetensors", cut, {**header, SHAPE: [CLASSES, WIDTH - 1]})
+    with pytest.raises(BadRequest, match=r"is \[4, 8\] there and \[4, 9\] here"):
+        go("lda", "s", totals=tmp_path / "cut.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "stored"),
+    [("lda", {}, True), ("lda choose=true", {}, True), ("lda", {"secure_sum": True}, False), ("fedcof", {}, False),
+     ("lda", {"dp": "example"}, False), ("lda min_count=2", {}, False), ("lda wire=f32", {}, False),
+     ("lda", {"model_args": "random-features=20"}, False), ("lda", {"count_cap": 1.0}, False)],
+)  # fmt: skip
+def test_totals_are_stored_where_they_are_exact_sums_of_all_rows(
+    text: str, more: dict[str, Any], stored: bool, go: Any
+) -> None:
+    run = go(text, "st" if "count_cap" in more else "pqrst", **more)
+    assert (run.out / "models" / "totals.safetensors").is_file() is stored
