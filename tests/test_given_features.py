@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from fedapp import load, registry
 from fedapp.cli import app
 from fedapp.config import from_flat
+from fedapp.data import datasets
 from fedapp.engines import local, runner
 from fedapp.errors import BadRequest
 from fedapp.experiments.api import compare
@@ -22,7 +23,8 @@ from fedapp.learning.state import read_safetensors
 from fedapp.results import predict, report
 from fedapp.results.answers import answers_of
 from fedapp.results.runs import RunResult
-from fedapp.tasks.node import Node, node_task
+from fedapp.tasks import simulated
+from fedapp.tasks.node import Node, OwnDataError, node_task
 from tests.matrix import methods
 from tests.test_nodes import start
 
@@ -115,6 +117,41 @@ def test_the_head_is_the_ridge_regression_of_all_rows(tmp_path: Path, tiny: Tiny
             BadRequest, match="of the body bbbbbbbb, and this model was trained on features of aaaaaaaa"
         ):
             predict.run(same, [other])
+
+
+def flipped(path: Path, place: float = 0.5) -> None:
+    """Change one bit of a file, at a share of its length."""
+    found = bytearray(path.read_bytes())
+    found[int(place * len(found))] ^= 1
+    path.write_bytes(found)
+
+
+def test_a_wrong_bit_is_found_in_a_file_and_in_the_decoded_copy(
+    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDAPP_CACHE", str(tmp_path / "cache"))
+    place = features(tmp_path / "f.npz")
+
+    def head() -> bytes:
+        run = tiny(dataset="npz", clients=0, data_dir=str(place), method="lda")
+        return b"".join(a.tobytes() for a in read_safetensors(run.out / "models" / "last.safetensors")[0].values())
+
+    whole = head()
+    for part in ("x_train", "x_test"):
+        [copy] = (tmp_path / "cache" / "datasets").glob(f"npz-*/{part}.npy")
+        stored = copy.read_bytes()
+        flipped(copy)
+        datasets._open.cache_clear()
+        simulated._federated.cache_clear()
+        assert head() == whole and copy.read_bytes() == stored, "the copy is made again from the file"
+    flipped(place, 0.2)
+    datasets._open.cache_clear()
+    simulated._federated.cache_clear()
+    with pytest.raises(BadRequest, match=r"f.npz \(Bad CRC-32 for file 'x.npy'\): take a good copy of it"):
+        head()
+    with pytest.raises(OwnDataError, match="take a good copy of it"):
+        node_task(from_flat({"method": "lda", "dataset": "npz"}), Node.parse({"client-id": 0, "data-path": str(place)}),
+                  torch.device("cpu"))  # fmt: skip
 
 
 def test_nothing_is_trained_so_there_is_no_round(

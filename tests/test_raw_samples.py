@@ -98,10 +98,13 @@ def test_a_node_extracts_once_and_another_body_is_never_added(tmp_path: Path, mo
     assert len(task.y_train) == 17 and len(made) == 7, "another body extracts again"
     assert made[6].parent.stat().st_mode & 0o077 == 0, "the features are private"
     whole = made[6].read_bytes()
-    made[6].write_bytes(b"")
-    own_data.cache_clear()
-    node_task(from_flat(SETTINGS), Node.parse({**nodes[70], "features-with": f"{body} {means[2]} std=128"}), CPU)
-    assert made[7] == made[6] and made[6].read_bytes() == whole, "an emptied file is made again"
+    middle = len(whole) // 2
+    for damaged in (b"", whole[:-9], whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]):
+        made[6].write_bytes(damaged)
+        own_data.cache_clear()
+        node_task(from_flat(SETTINGS), Node.parse({**nodes[70], "features-with": f"{body} {means[2]} std=128"}), CPU)
+        assert made[-1] == made[6] and made[6].read_bytes() == whole, "a damaged file is made again"
+    assert len(made) == 10
 
 
 def test_files_that_come_while_a_folder_is_read_shift_no_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

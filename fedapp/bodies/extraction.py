@@ -11,7 +11,7 @@ import json
 import time
 import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -212,7 +212,7 @@ def cached(given: Source, body: Body) -> Path:
     """Return the file of features of own data in the cache of this machine; the first call extracts them.
 
     Another process that extracts them is waited for, and the chunks of an interrupted one are used. Like the samples,
-    the file is for this user alone. One that was cut or emptied is made again.
+    the file is for this user alone. One that is damaged is made again.
 
     Raises
     ------
@@ -221,15 +221,22 @@ def cached(given: Source, body: Body) -> Path:
     unfit = replace(body, pooling="", width=0)  # the same before and after the body first runs
     text = json.dumps([given.name, given.version, unfit.digest], sort_keys=True)
     out = cache_root() / "features" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
-    if not zipfile.is_zipfile(out):
+    if not _undamaged(out):
         with explained(f"cannot write {out.parent}", "set FEDAPP_CACHE to another folder"):
             private_folder(out.parent)
         with locked(out.with_suffix(".lock"), patience=-1):
-            if not zipfile.is_zipfile(out):
+            if not _undamaged(out):
                 out.unlink(missing_ok=True)
                 print(f"fedapp: the body '{body.name}' extracts features of {len(given)} rows, once", flush=True)
                 extract(given, body, out, in_turn, lambda done, rows: None)
     return out
+
+
+def _undamaged(path: Path) -> bool:
+    """Return whether a `.npz` file is there with the bytes that were written, by its check sums."""
+    with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        return archive.testzip() is None
+    return False
 
 
 def _sized(given: Source, body: Body) -> tuple[Source, Body]:

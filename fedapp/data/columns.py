@@ -132,7 +132,8 @@ def read_npz(path: Path) -> dict[str, Array]:
     # zipfile raises RuntimeError for an encrypted file.
     except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise BadRequest(
-            f"cannot read {path} ({error}): write it again with numpy.savez, text as array.astype(str)"
+            f"cannot read {path} ({error}): take a good copy of it, or write it again with numpy.savez, text as "
+            "array.astype(str)"
         ) from error
 
 

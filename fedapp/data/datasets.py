@@ -272,6 +272,8 @@ def _opened(name: str, folder: Path) -> Dataset:
         **_described(meta),
         **arrays,
     )
+    if whole.about and _sha256([whole.x_train, whole.x_test]) != whole.identity["samples"]:  # a wrong bit shows nowhere
+        raise BadRequest(f"damaged cache folder {folder}: its features are not those that were stored; delete it")
     if whole.part is None:
         return whole
     train, test = np.split(whole.part, [whole.num_train])
@@ -400,16 +402,18 @@ def _identity(own: Own, classes: Sequence[str]) -> dict[str, str]:
         "clients": [own.owner_names, *(own.arrays[key] for key in ("owners", "part") if key in own.arrays)],
         "groups": [own.arrays[key] for key in ("groups", "held_out") if key in own.arrays],
     }
-    found = {}
-    for name, values in parts.items():
-        digest = hashlib.sha256()
-        for value in values:
-            about = [value.dtype.str, value.shape] if isinstance(value, np.ndarray) else value
-            digest.update(json.dumps(about).encode() + b"\n")
-            if isinstance(value, np.ndarray) and value.size:
-                digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-        found[name] = digest.hexdigest()
-    return found
+    return {name: _sha256(values) for name, values in parts.items()}
+
+
+def _sha256(values: Sequence[Any]) -> str:
+    """Return the SHA-256 of arrays, with their dtypes and shapes, and of JSON values."""
+    digest = hashlib.sha256()
+    for value in values:
+        about = [value.dtype.str, value.shape] if isinstance(value, np.ndarray) else value
+        digest.update(json.dumps(about).encode() + b"\n")
+        if isinstance(value, np.ndarray) and value.size:
+            digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _build_digits() -> Own:
