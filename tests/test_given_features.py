@@ -63,6 +63,7 @@ def effective(path: Path, **values: Any) -> dict[str, Any]:
         ("ccvr", {}, "base=none", "none"),
         ("fedavg", {}, "", "auto"),
         ("fed3r", {"method-args": "lam=3 scale=none"}, "lam=3 scale=none base=none", "none"),
+        ("fed3r", {"method-args": "lam=auto scale=none"}, "scale=none base=none lam=gcv", "none"),
         ("fed3r", {"method-args": "base=fedavg"}, "base=fedavg", "auto"),
         ("fed3r", {"dp": "example"}, "base=none scale=none lam=0.01", "none"),
         ("fed3r", {"model": "mlp"}, "", "auto"),

@@ -277,7 +277,8 @@ def _with_features(config: RunConfig) -> RunConfig:
     new = {name: value for name, value in found if value != getattr(asked, name)}
     if all(value == getattr(method.hparams().settled(), name) for name, value in new.items()):
         new = {}  # what they stand for in most runs
-    args = [settings.method_args, *(f"{name}={value}" for name, value in new.items())]
+    kept = (part for part in settings.method_args.split() if part.partition("=")[0].replace("-", "_") not in new)
+    args = [*kept, *(f"{name}={value}" for name, value in new.items())]
     trains = getattr(found, "base", "") != "none"
     if (count := getattr(found, "random_features", 0)) and "random-features" not in config.model.model_args:
         config = config.replaced(model_args=f"random-features={count} {config.model.model_args}".rstrip())
