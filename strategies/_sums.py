@@ -192,8 +192,9 @@ class HeadFromSums(ClosedForm):
             return found, {}
         bits, ids = int(scalars[SUM_BITS]) // 2, [r.client for r in replies]
         largest = max(c.largest or 0.0 for c in self.context.clients)
+        entry = {"sums": found.sums, "bits": bits, "largest": largest, "exact": True, "clients": ids}
         if not stored:
-            return found, {"sums": found.sums, "bits": bits, "largest": largest, "exact": True, "clients": ids}
+            return found, entry
         sign = -1 if self.settings.leave else 1
         whole = {name: stored["sums"][name] + sign * array for name, array in found.sums.items()}
         packed = {name: pack(array) if name == "a" else array for name, array in whole.items()}
@@ -211,14 +212,7 @@ class HeadFromSums(ClosedForm):
                 f"{name}: {rows:g} rows with features up to {largest:g} leave too few bits: the sums are right to "
                 "1e-13 and no longer exact"
             )
-        return Totals(whole, []), {
-            "sums": whole,
-            "bits": bits,
-            "largest": largest,
-            "exact": exact,
-            "clients": ids,
-            "number": number,
-        }
+        return Totals(whole, []), {**entry, "sums": whole, "largest": largest, "exact": exact, "number": number}
 
     def warn_of_rounding(self, found: Arrays, bits: int) -> None:
         """Warn where the rounding of features to multiples of 2^-k is large, and name the client that causes it.

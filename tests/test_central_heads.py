@@ -159,7 +159,7 @@ def test_sums_and_accuracies_of_published_data_sets(
     given: dict[str, Any] = {"dataset": "npz", "data_dir": str(place), "out": tmp_path / "run", **clients}
     found = run(method=identity, method_args=args, **given)
     z, y = trained(place)
-    arrays, header = read_safetensors(found.out / "models" / "totals.safetensors")
+    arrays, header = read_safetensors(found.out / "totals.safetensors")
     a, b, bits = unpack(arrays["a"], z.shape[1] + 1), arrays["b"], int(str(header["bits"]))
     if first is not None:
         assert a[0, 0] == pytest.approx(first, rel=1e-3)

@@ -55,7 +55,7 @@ def go(tmp_path: Path, tiny: Tiny) -> Callable[..., RunResult]:
 
 
 def totals(run: RunResult) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    return read_safetensors(run.out / "models" / "totals.safetensors")
+    return read_safetensors(run.out / "totals.safetensors")
 
 
 def head(run: RunResult) -> dict[str, bytes]:
@@ -70,7 +70,7 @@ def test_clients_join_and_leave_as_if_they_had_always_or_never_been_there(method
     begun, whole, alone = go(text, "pqr"), go(text, "pqrst"), go(text, "r")
     joined = go(text, "st", totals=begun.out)
     left = go(text, "st", totals=joined.out, leave=True)
-    rest = go(text, "pq", totals=left.out / "models" / "totals.safetensors", leave=True)
+    rest = go(text, "pq", totals=left.out / "totals.safetensors", leave=True)
     for found, wanted in ((joined, whole), (left, begun), (rest, alone)):
         (mine, told), (theirs, said) = totals(found), totals(wanted)
         assert sorted(mine) == sorted(theirs) == (["b"] if method == "fedncm" else ["a", "b"])
@@ -164,4 +164,4 @@ def test_totals_are_stored_where_they_are_exact_sums_of_all_rows(
     text: str, more: dict[str, Any], stored: bool, go: Any
 ) -> None:
     run = go(text, "st" if "count_cap" in more else "pqrst", **more)
-    assert (run.out / "models" / "totals.safetensors").is_file() is stored
+    assert (run.out / "totals.safetensors").is_file() is stored

@@ -16,7 +16,7 @@ from fedapp.method import ServerState
 from fedapp.models import frozen
 from fedapp.tasks.node import fingerprint
 
-FILE = Path("models") / "totals.safetensors"
+FILE = "totals.safetensors"
 KEPT = ("bits", "largest", "scale", "exact")
 """Entries of the header that go on into later totals."""
 
