@@ -38,6 +38,7 @@ CCVR: dict[str, Any] = {
     "clsprox": 0.0,
 }
 SUMS = {"base": "fedavg", "base_args": "", "min_count": 1, "scale": "trained", "personal": False, "choose": False}
+TOTALS = {**SUMS, "totals": "", "leave": False}
 """Of all heads from sums."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "fedclassavg": {
@@ -69,9 +70,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "fedavgm": {"momentum": 0.5, "server_lr": 1.0, "dampening": 0.0, "nesterov": False},
     "fedyogi": {"server_lr": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 0.001},
     "moon": {"mu": 1.0, "tau": 0.5},
-    "fedncm": {**SUMS, "metric": "cosine"},
+    "fedncm": {**TOTALS, "metric": "cosine"},
     "fed3r": {
-        **SUMS,
+        **TOTALS,
         "lam": 0.01,
         "random_features": 0,
         "wire": "f64",
@@ -79,7 +80,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "normalise": False,
         "bias": True,
     },
-    "lda": {**SUMS, "shrink": 0.1, "wire": "f64", "prior": "uniform"},
+    "lda": {**TOTALS, "shrink": 0.1, "wire": "f64", "prior": "uniform"},
     "qda": {
         "base": "fedavg",
         "base_args": "",
