@@ -278,7 +278,7 @@ def test_limits(method: str) -> None:
     assert ", ".join(found) == LIMITS.get(method, ""), f"state the limits of {method} in LIMITS of this file"
 
 
-FREE = {"base", "base_args", "layers"}
+FREE = {"base", "totals", "base_args", "layers"}
 """Hyperparameters that are texts; what they name is looked up later."""
 FURTHER_LIMITS = [
     "cwfedavg lam=-1",
