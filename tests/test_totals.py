@@ -127,6 +127,7 @@ def test_a_newcomer_with_large_features_ends_the_exactness_for_good(go: Any) -> 
         ("s", "choose=true", {}, "totals are exact sums of all rows: leave choose and wire out"),
         ("s", "wire=f32", {}, "totals are exact sums of all rows: leave choose and wire out"),
         ("s", "", {"secure_sum": True}, "totals: the difference between two totals is the sum of the clients that"),
+        ("s", "", {"bodies": "a" * 64}, "totals: they are of one body: leave bodies out"),
         ("s", "", {"dp": "example"}, "totals: the noise of a client's second answer is not that of its first"),
         ("s", "", {"model_args": "standardise=true"}, "standardised by this run's clients alone"),
     ],

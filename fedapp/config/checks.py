@@ -234,6 +234,7 @@ def _check_totals(config: RunConfig, hparams: BaseHParams) -> None:
     why = {
         "secure-sum": "the difference between two totals is the sum of the clients that joined or left",
         "dp": "the noise of a client's second answer is not that of its first",
+        "bodies": "they are of one body",
     }
     for key in changed(config, *why):
         raise BadRequest(f"totals: {why[key]}: leave {key} out")

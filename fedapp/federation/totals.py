@@ -67,9 +67,8 @@ def _identity(run: Setup) -> dict[str, Any]:
     facts = manager.facts[manager.reference]
     # Nodes with data of their own state their classes; else the server has the names.
     classes = facts.get("classes") or (fingerprint(tuple(named)) if isinstance(named, list) else "")
-    body = run.infos[0].common.get("body", "")
     shape = [run.header["num_classes"], int(facts["width"])]
-    return {"method": run.method.id, "body": body, "classes": classes, "classes and features": shape}
+    return {"method": run.method.id, "body": run.infos[0].body, "classes": classes, "classes and features": shape}
 
 
 def _site(run: Setup, client: int) -> str:
