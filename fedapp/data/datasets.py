@@ -251,7 +251,11 @@ def _open(name: str, folder: Path) -> Dataset:
     BadRequest : the folder is damaged.
     """
     try:
-        return _opened(name, folder)
+        found = _opened(name, folder)
+        samples = [x for one in found.parts or (found,) for x in (one.x_train, one.x_test)]
+        if found.about and _sha256(samples) != found.identity["samples"]:  # else a wrong bit shows nowhere
+            raise ValueError("its features are not those that were stored")
+        return found
     except BadRequest:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -272,8 +276,6 @@ def _opened(name: str, folder: Path) -> Dataset:
         **_described(meta),
         **arrays,
     )
-    if whole.about and _sha256([whole.x_train, whole.x_test]) != whole.identity["samples"]:  # a wrong bit shows nowhere
-        raise BadRequest(f"damaged cache folder {folder}: its features are not those that were stored; delete it")
     if whole.part is None:
         return whole
     train, test = np.split(whole.part, [whole.num_train])
