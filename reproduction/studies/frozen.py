@@ -111,8 +111,9 @@ for _name in GUARDED:
         _plain = SETTINGS[_name]
         SETTINGS[f"{_name}-{_guard}"] = Setting(_plain.title, _plain.file, {**_plain.values, **_values}, SUMMED)
 IN_ROUNDS = "-rounds"
-GRADIENT = ("local", "fedavg", "fedprox", "fedavgm", "scaffold", "fedclassavg", "cwfedavg", "fedgh")
-"""Methods of `frozen_gradient`."""
+GRADIENT = ("local", "fedavg", "fedprox", "fedavgm", "scaffold", "fedclassavg", "cwfedavg", "fedgh",
+            "fedavg, plain features")  # fmt: skip
+"""Methods of `frozen_gradient`, on standardised features and one on plain ones."""
 ROUNDS = tuple(f"{name}{IN_ROUNDS}" for name in ("banking77", "clinc150", "cifar10-20"))
 for _name in ROUNDS:
     _plain = SETTINGS[_name.removesuffix(IN_ROUNDS)]

@@ -33,6 +33,8 @@ from reproduction.studies.frozen import Rows, Scores
 SEEDS = 3
 STEPS = {"banking77": "0.1,0.3,1,3", "clinc150": "0.1,0.3,1,3", "cifar10": "0.003,0.01,0.03,0.1"}
 """Learning rates of the search in each data set."""
+PLAIN_STEPS = {"banking77": "10,30,100,300", "clinc150": "10,30,100,300", "cifar10": "0.01,0.03,0.1,0.3"}
+"""Those for features that are not standardised: they are smaller, by a factor of 20 for sentences."""
 EVEN: dict[str, Any] = {
     "dataset": "npz", "rounds": 20, "local_epochs": 1, "batch_size": 100, "partition_seed": 0, "keep_models": False,
 }  # fmt: skip
@@ -65,32 +67,34 @@ def scores_of(done: RunResult, rows: Rows, alone: Any) -> Scores:
     return scores
 
 
-def run_missing(settings: list[str], features: Path, out: Path, path: Path) -> None:
+def run_missing(chosen: list[str], features: Path, out: Path, path: Path) -> None:
     """Measure what `path` lacks, method by method."""
-    for setting in settings:
-        plain = setting.removesuffix(frozen.IN_ROUNDS)
-        given, kept = frozen.SETTINGS[plain], frozen.load(path)
+    for setting in chosen:
+        given, kept = frozen.SETTINGS[setting.removesuffix(frozen.IN_ROUNDS)], frozen.load(path)
         data = features.expanduser().absolute() / f"{given.file}.npz"
         values = {**EVEN, **given.values, "data_dir": data}
         rows, alone = Rows.read(data), None
-        penalty = kept[plain, 0, "central"]["penalty"]
-        for method in frozen.SETTINGS[setting].heads:
-            if all((setting, seed, method) in kept for seed in range(SEEDS)):
+        penalty = kept[setting.removesuffix(frozen.IN_ROUNDS), 0, "central"]["penalty"]
+        for head in frozen.SETTINGS[setting].heads:
+            if all((setting, seed, head) in kept for seed in range(SEEDS)):
                 continue
-            began = processor_seconds()
-            step = step_of(method, STEPS[given.file], values, out / setting / f"{method}-search")
+            began, (method, _, plain) = processor_seconds(), head.partition(", ")
+            settings = {**values, "normalise": "none"} if plain else values
+            name = head.replace(", ", "-").replace(" ", "-")
+            steps = (PLAIN_STEPS if plain else STEPS)[given.file]
+            step = step_of(method, steps, settings, out / setting / f"{name}-search")
             searched = processor_seconds() - began
             for seed in range(SEEDS):
-                folder = out / setting / f"{method}-s{seed}"
+                folder = out / setting / f"{name}-s{seed}"
                 shutil.rmtree(folder, ignore_errors=True)
                 began = processor_seconds()
-                done = run(method=method, lr=step, seed=seed, out=folder, metrics="accuracy,auc,ece", **values)
+                done = run(method=method, lr=step, seed=seed, out=folder, metrics="accuracy,auc,ece", **settings)
                 seconds = processor_seconds() - began
                 if alone is None:
                     clients = Partition.load(folder / "partition.npz").clients
                     alone = frozen.each_alone(rows, clients, penalty)["logistic"]
                 scores = scores_of(done, rows, alone) | {"seconds": seconds, "search": searched, "step": step}
-                kept[setting, seed, method] = {n: round(value, 6) for n, value in scores.items() if np.isfinite(value)}
+                kept[setting, seed, head] = {n: round(value, 6) for n, value in scores.items() if np.isfinite(value)}
             frozen.save(path, kept)
 
 
