@@ -52,6 +52,8 @@ OF_TEXTS = (*HEADS, "qda", "fed3r, random features")
 OPTIONS = {"": "personal=true", "choose": "choose=true", "random features": "personal=true random_features=2000"}
 SHOWN = ("fed3r", "lda")
 """Heads of the first table, the same two in every setting."""
+CURVED = ("qda", "fed3r, random features")
+"""Heads that are not linear in the features; the first table has no column of them."""
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 """Penalties of logistic regression, of which rows held out of the training rows choose one for each data set."""
 OWN_SHRINK = 0.3
@@ -487,7 +489,7 @@ def exactness(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]:
         f"{sum(apart):.0f} test rows are classified otherwise."
     )
     points = []
-    for head in (*SHOWN, "qda"):
+    for head in (*SHOWN, *CURVED):
         if values := [mean(f[head], "global") - mean(f["central"], "global") for f in known.values() if head in f]:
             some = f" (in {len(values)} of {len(known)} settings)" * (len(values) < len(known))
             points.append(f"{title(head)} {ends(values, '+')}{some}")
@@ -514,6 +516,11 @@ def comparison(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]
     if rest := len(known) - len(better) - len(worse):
         parts.append(f"in {rest} neither holds")
     lines = [f"With each client's class shares, against training alone in {len(known)} settings: {'; '.join(parts)}."]
+    for head in CURVED:
+        gains = [mean(f[head], "shares") - mean(f["alone"][: len(f[head])], "own") for f in known.values() if head in f]
+        if gains:
+            lines.append(f"{title(head)}: {ends(gains, '+')} points against training alone in {len(gains)} of "
+                         f"{len(known)} settings.")  # fmt: skip
     own = [name for name in known if mean(known[name]["alone"], "unshared") == 100]
     runs = [run for name, found in known.items() if name not in own for head in SHOWN for run in found[head]]
     small, large = (mean_gain(runs, name) for name in ("few", "many"))
