@@ -35,7 +35,7 @@ def four(tmp_path: Path) -> Path:
 
 
 def test_each_question_has_a_sentence(four: Path) -> None:
-    difference, harm, classes, cost, tenth = answered(four).sentences()
+    difference, harm, classes, cost, tenth = answered(four).sentences().values()
     assert re.match(
         r"Better than training alone: FedClassAvg by 4\.7 points \(\+\d\.\d to \+\d\.\d\)\. Worse ", difference
     )
@@ -90,6 +90,37 @@ def test_the_screen_has_24_lines_of_80_columns_however_many_methods_there_are(
     assert rows == [shown.index(hidden) + i for i in (1, 2, 3)]
 
 
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("long", [False, True])
+def test_the_screen_answers_three_questions_whatever_the_methods_are_called(
+    long: bool, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    scores = {m: [0.76 + i / 200 + n / 2000 for n in range(3)] for i, m in enumerate(registry.names())}
+    scores["local"] = [0.8, 0.8005, 0.801]
+    comparison(tmp_path, scores, clients=100)
+    if long:
+        args = "(lr=0.003 optimizer=adam augment=weak local-epochs=5)"
+        for name in ("results.csv", "significance.csv"):
+            table = pd.read_csv(tmp_path / name)
+            table["variant"] = table["variant"].where(table["variant"] == "local", table["variant"] + args)
+            table.to_csv(tmp_path / name, index=False)
+    shown = screen(Comparison(tmp_path, ())).splitlines()
+    assert len(shown) <= 24 or (long and width < 80)
+    text = " ".join(shown)
+    assert re.search(r"Better than training alone: .* by \d+\.\d points", text)
+    assert re.search(r"helps [\d.]+ of 100 clients and harms", text) and " sends 2,600 B a round. Exchanged: " in text
+    leader = answered(tmp_path).name(answered(tmp_path).leader).split(" (")[0]
+    assert sum(line.startswith(leader) for line in shown) >= 2, "a sentence and a row of the table"
+
+
+def test_a_difference_within_the_margin_is_said_to_be(tmp_path: Path) -> None:
+    scores = {"local": [0.8] * 3, "fedavg": [0.804, 0.8045, 0.8055], "lgfedavg": [0.796, 0.7955, 0.7945]}
+    comparison(tmp_path, {**scores, "fedclassavg": [0.8] * 3}, clients=30, rows=1000)
+    told = answered(tmp_path).sentences()["difference"]
+    assert re.search(r"FedAvg by 0\.5 points \(\+0\.\d to \+0\.\d; less than the margin of 1\.0\)", told)
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_number_is_cut_and_no_word_broken(width: int, four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -97,7 +128,7 @@ def test_no_number_is_cut_and_no_word_broken(width: int, four: Path, monkeypatch
     assert max(len(line) for line in shown.splitlines() if str(four) not in line) <= width
     monkeypatch.setenv("COLUMNS", "500")
     whole = set(screen(Comparison(four, ()), everything=True).split())
-    said = {"…", "more", "alert", "alerts", "details", "show", "--all", "fedapp", "shows", "them", "1", "2", "3"}
+    said = {"…", "more", "alert", "alerts", "details", "show", "--all", "fedapp", "shows", "them", "1", "2", "3", "1."}
     assert set(shown.split()) <= whole | said
 
 
@@ -143,7 +174,7 @@ def test_a_method_that_is_not_installed_is_shown_without_its_payload(four: Path)
     for name in ("results", "significance"):
         table = pd.read_csv(four / f"{name}.csv").replace("fedclassavg", "mine")
         table.to_csv(four / f"{name}.csv", index=False)
-    assert answered(four).sentences()[3] == "A client of mine sends 2,600 B a round."
+    assert answered(four).sentences()["cost"] == "A client of mine sends 2,600 B a round."
 
 
 def test_a_reference_that_lost_seeds_or_all_is_named(four: Path, tmp_path: Path) -> None:
@@ -156,7 +187,7 @@ def test_a_reference_that_lost_seeds_or_all_is_named(four: Path, tmp_path: Path)
 def test_harm_against_another_reference_says_that_it_is_against_training_alone(four: Path) -> None:
     tests = pd.read_csv(four / "significance.csv").replace("local", "fedavg")
     tests[tests["variant"] != "fedavg"].to_csv(four / "significance.csv", index=False)
-    assert answered(four).sentences()[1].startswith("Against training alone, ")
+    assert answered(four).sentences()["harm"].startswith("Against training alone, ")
 
 
 def test_show_prints_the_screen_again_and_everything_when_asked(four: Path) -> None:
@@ -227,10 +258,10 @@ def test_the_share_of_partitions_is_told_from_four_seeds_on_with_everything(tmp_
 
 def test_methods_with_the_same_mean_are_named_together(tmp_path: Path) -> None:
     comparison(tmp_path / "alone", {"local": ALONE, "fedavg": [0.8] * 3, "lgfedavg": [0.7] * 3})
-    (told, *_) = answered(tmp_path / "alone").sentences()
+    told = answered(tmp_path / "alone").sentences()["difference"]
     assert told.endswith("Highest mean on own test data: FedAvg and training alone, 80.0 % each.")
     comparison(tmp_path / "two", {"local": ALONE, "fedavg": [0.81] * 3, "lgfedavg": [0.81] * 3})
-    (told, *_) = answered(tmp_path / "two").sentences()
+    told = answered(tmp_path / "two").sentences()["difference"]
     assert told.endswith("FedAvg and LG-FedAvg, 81.0 % each (training alone 80.0 %).")
 
 

@@ -185,8 +185,10 @@ def test_only_the_script_of_the_page_may_run(ten: Path, chromium: Any) -> None:
 
 
 @pytest.mark.full
-def test_ten_methods_print_on_two_sheets(ten: Path, chromium: Any) -> None:
-    shown, _ = opened(chromium, ten)
+@pytest.mark.parametrize("clients", [10, 30, 100])
+def test_ten_methods_print_on_two_sheets(clients: int, ten: Path, tmp_path: Path, chromium: Any) -> None:
+    page = ten if clients == 10 else report.write(madeup.comparison(tmp_path / "more", TEN, clients=clients))
+    shown, _ = opened(chromium, page)
     paper = shown.pdf(prefer_css_page_size=True)
     shown.close()
     assert len(re.findall(rb"/Type\s*/Page\b", paper)) == 2

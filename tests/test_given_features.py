@@ -202,7 +202,7 @@ def test_a_comparison_takes_a_method_without_rounds(tmp_path: Path, in_turn: lis
     once = 8 * (4 * 13 + 13 * 14 // 2 + 65)
     assert found.table.set_index("method").loc["fed3r", "bytes_up"] == once
     (answer,) = answers_of(found)
-    assert f"A client of Fed3R sends {once:,} B once. Exchanged" in " ".join(answer.sentences())
+    assert f"A client of Fed3R sends {once:,} B once. Exchanged" in " ".join(answer.sentences().values())
 
 
 # ---- every method ----------------------------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ def test_the_tables_are_those_of_the_terminal(several: Path) -> None:
     found, data = page(several), read_comparison(several)
     (answer,) = answers.answers_of(data)
     shown = answers.screen(data, everything=True)
-    assert all(sentence in found.said for sentence in [*answer.sentences(), answer.power()])
+    assert all(sentence in found.said for sentence in [*answer.sentences().values(), answer.power()])
     for method, title in (("fedavg", "FedAvg *"), ("cwfedavg", "cwFedAvg + WDR")):
         runs = [r for r in data.runs if r.method == method]
         row = next(r for r in found.rows if r and r[0] == title)
@@ -353,6 +353,16 @@ def test_a_method_that_failed_is_in_the_table_and_in_the_plot(tmp_path: Path) ->
     assert [r[0].removesuffix(" *") for r in found.rows[1:6]] == [
         "FedAvg", "FedProx", "LG-FedAvg", "Standalone", "Standalone again",
     ]  # fmt: skip
+
+
+def test_one_seed_has_no_section_of_differences(tmp_path: Path) -> None:
+    out = madeup.comparison(tmp_path, ["fedavg", "local"], seeds=1)
+    text = report.write(out).read_text(encoding="utf-8")
+    assert 'id="differences"' not in text and "Difference to training alone by round" not in text
+    assert "one seed has no differences" in text
+    comparison = read_comparison(out)
+    (answer,) = answers.answers_of(comparison)
+    assert not any("worst 10 %" in cells for _, cells in tables_of(answer, comparison.finished)), "ten clients"
 
 
 def test_up_to_twelve_clients_with_names_have_their_own_scores(tmp_path: Path) -> None:

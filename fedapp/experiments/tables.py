@@ -24,7 +24,7 @@ from fedapp.results.directory import write_json
 from fedapp.results.intervals import differences_of, margin_of
 from fedapp.results.runs import AGAIN, RunResult, refuse
 from fedapp.results.statistics import Floats, harm, holm, mean_and_std, measured, privacy, reached
-from fedapp.results.tables import TUNED
+from fedapp.results.tables import FEWEST_CLIENTS, TUNED
 from fedapp.settings.evaluation import PROTOCOLS
 from fedapp.tasks import identity
 
@@ -36,8 +36,6 @@ MEASURES = (
     *(f"{p}_{name}" for name in ("accuracy", BALANCED) for p in ("received", "trained", TUNED)),
 )
 """What methods are compared on: the score that each is judged by, and columns of final.csv."""
-FEWEST_CLIENTS = 20
-"""Fewer clients have no worst 10 %."""
 SPREAD = ("std", "worst_decile", "worst")
 """What the tables say of a metric besides its mean over clients."""
 

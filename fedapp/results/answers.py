@@ -31,6 +31,8 @@ AGAIN_TITLE = "Standalone again"
 """Row of Standalone's second runs in a table of harm."""
 LINES, METHODS, ALERTS, SENTENCES = 23, 8, 3, 6
 """Most lines of the screen (a prompt has the 24th of a terminal), rows of methods, lines of alerts and of sentences."""
+QUESTIONS = ("difference", "harm", "cost")
+"""Sentences that the screen has in any case."""
 FEW_ROWS = 50
 """With fewer test rows of the median client, an alert states the weight of one row."""
 
@@ -132,61 +134,79 @@ class Answer:
 
     # ---- sentences
 
-    def sentences(self) -> list[str]:
-        """Answer each question in a sentence: better by how much, for whom, for all classes, at what cost."""
-        if not self.leader:
-            return []
-        classes = self._highest("all_classes", "on all classes")
-        found = (self._difference(), self._harm(), classes, self._cost(), self._worst_tenth())
-        return [sentence for sentence in found if sentence]
+    def sentences(self, shorter: int = 0) -> dict[str, str]:
+        """Answer each question in a sentence: better by how much, for whom, for all classes, at what cost.
 
-    def _difference(self) -> str:
-        highest = self._highest("headline_last", "mean on own test data")
+        Parameters
+        ----------
+        shorter : 1 names one method a group; 2 names the methods of no group but the first, and no variant.
+        """
+        if not self.leader:
+            return {}
+        found = {
+            "difference": self._difference(shorter), "harm": self._harm(shorter),
+            "classes": self._highest("all_classes", "on all classes", shorter), "cost": self._cost(shorter),
+            "worst tenth": self._worst_tenth(),
+        }  # fmt: skip
+        return {question: sentence for question, sentence in found.items() if sentence}
+
+    def _short(self, label: str, shorter: int) -> str:
+        """Return the name of a method, in the shortest sentences without the values of its variant."""
+        return self.name(label).partition(" (")[0] if shorter > 1 else self.name(label)
+
+    def _difference(self, shorter: int) -> str:
+        highest = self._highest("headline_last", "mean on own test data", shorter)
         if self.seeds < 3 or "headline" not in self.tests:
             return highest
         groups: dict[str, list[str]] = {}
         rows = sorted(self.tests["headline"].items(), key=lambda item: -abs(item[1]["mean_difference"]))
         for label, row in rows:
-            side = str(row["word"] or "open").split()[0].rstrip(",")
-            by = f" by {100 * abs(row['mean_difference']):.1f} points ({intervals.interval_text(row)})"
-            groups.setdefault(side, []).append(self.name(label) + by * (side in ("better", "worse")))
+            side, _, how = str(row["word"] or "open").partition(" ")
+            less = f"; less than the margin of {100 * row['margin']:.1f}" * ("less" in how)
+            by = f" by {100 * abs(row['mean_difference']):.1f} points ({intervals.interval_text(row)}{less})"
+            side = side.rstrip(",")
+            groups.setdefault(side, []).append(self._short(label, shorter) + by * (side in ("better", "worse")))
         reference = self.name(self.reference)
         margin = f"{100 * rows[0][1]['margin']:.1f} points" if rows else ""
         heads = {
             "better": f"Better than {reference}", "worse": f"Worse than {reference}",
             "equal": f"Equal to {reference} within {margin}", "open": "Not decided",
         }  # fmt: skip
-        parts = [f"{head}: {_listed(groups[side])}." for side, head in heads.items() if side in groups]
+        sides = [side for side in heads if side in groups]
+        most = {side: 0 if shorter > 1 and side != sides[0] else 2 - min(shorter, 1) for side in sides}
+        parts = [f"{heads[side]}: {_listed(groups[side], most[side])}." for side in sides]
         if set(groups) == {"open"}:
             return f"No difference to {reference} is decided. {highest}"
-        return " ".join(parts if "better" in groups else [*parts, highest])
+        return " ".join(parts if "better" in groups or shorter > 1 else [*parts, highest])
 
-    def _highest(self, column: str, what: str) -> str:
+    def _highest(self, column: str, what: str, shorter: int) -> str:
         """Name the method with the highest mean, or all whose mean is printed as the same number."""
         means = {v: self.mean(v, column) for v in [*self.methods, *filter(None, [self.alone])]}
         known = {v: mean for v, mean in means.items() if not math.isnan(mean)}
         if not known:
             return ""
         shown = percent(max(known.values()))
-        names = [self.name(v) for v, mean in known.items() if percent(mean) == shown]
+        names = [self._short(v, shorter) for v, mean in known.items() if percent(mean) == shown]
         against = f" (training alone {percent(known[self.alone])} %)" if self.alone in known else ""
         against = "" if self.name(self.alone) in names else against
-        return f"Highest {what}: {_listed(names)}, {shown} %{' each' if len(names) > 1 else ''}{against}."
+        listed = _listed(names, 2 - min(shorter, 1))
+        return f"Highest {what}: {listed}, {shown} %{' each' if len(names) > 1 else ''}{against}."
 
-    def _harm(self) -> str:
+    def _harm(self, shorter: int) -> str:
         gain, same, lose = self.harm(self.leader)
         if math.isnan(gain):
             return ""
         clients = tally([[gain + same + lose]])
         against = "" if self.reference == self.alone else "Against training alone, "
         helps, harms = tally([[gain]]), tally([[lose]])
-        text = f"{against}{self.name(self.leader)} helps {helps} of {clients} clients and harms {harms}"
+        text = f"{against}{self._short(self.leader, shorter)} helps {helps} of {clients} clients and harms {harms}"
         if len(self.again):
             by_chance = (tally(self.again[[column]].to_numpy()) for column in ("gain", "lose"))
             text += f"; by chance (training alone, run again) {' and '.join(by_chance)}"
         losing = {v: mean for v in self.methods if not math.isnan(mean := self.harm(v)[2])}
         most = max(losing, key=lambda v: losing[v])
-        more = f" Most are harmed by {self.name(most)}: {tally([[losing[most]]])}." if losing[most] > lose else ""
+        more = f" Most are harmed by {self._short(most, shorter)}: {tally([[losing[most]]])}."
+        more *= losing[most] > lose
         return f"{text}.{more}"
 
     def _worst_tenth(self) -> str:
@@ -196,9 +216,11 @@ class Answer:
         text = f"Worst 10 % of the clients, against that of {self.name(self.reference)}: {self.name(self.leader)}"
         return f"{text} {intervals.in_words(row)}."
 
-    def _cost(self) -> str:
+    def _cost(self, shorter: int) -> str:
         often = "a round" if self.mean(self.leader, "rounds") else "once"
-        sent = f"A client of {self.name(self.leader)} sends {size(self.mean(self.leader, 'bytes_up'))} {often}."
+        sent = (
+            f"A client of {self._short(self.leader, shorter)} sends {size(self.mean(self.leader, 'bytes_up'))} {often}."
+        )
         try:
             method = registry.get(self.leader.partition("(")[0])
         except BadRequest:  # a method that is not installed here
@@ -259,8 +281,10 @@ class Answer:
             yield f"Few test rows: {rows:.0f} of the median client, so one row is {100 / rows:.1f} points of its score."
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:2])} and {len(names) - 2} more" if len(names) > 2 else " and ".join(names)
+def _listed(names: Sequence[str], most: int = 2) -> str:
+    if len(names) <= most:
+        return " and ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more" if most else f"{len(names)}"
 
 
 def answers_of(comparison: Comparison) -> list[Answer]:
@@ -327,15 +351,29 @@ def screen(comparison: Comparison, everything: bool = False) -> str:
         seeds = counted(answer.table["seed"].nunique(), "seed")
         rounds = counted(int(answer.table["rounds"].max()), "round")
         title = f"{methods} on {setting_title(answer.table)}, {rounds}, {seeds}"
-        said = list[str]()
-        for wrapped in (_wrap(sentence, width) for sentence in answer.sentences()):
-            if everything or len(said) + len(wrapped) <= SENTENCES:
-                said += wrapped
+        said = _said(answer, width, everything)
         power = [line for text in (answer.power(), answer.variance() * everything) for line in _wrap(text, width)]
         head = [*_wrap(title, width), *said]
         tail = [*power, *alerts, *ends]
         lines += [*head, *_table(answer, width, None if everything else LINES - len(head) - len(tail)), *power]
     return "\n".join([*lines, *alerts, *ends])
+
+
+def _said(answer: Answer, width: int, everything: bool) -> list[str]:
+    """Return the lines of the sentences: three questions always have theirs, in the longest form that fits."""
+    for shorter in range(1 if everything else 3):
+        found = {question: _wrap(text, width) for question, text in answer.sentences(shorter).items()}
+        room = SENTENCES - sum(len(lines) for question, lines in found.items() if question in QUESTIONS)
+        if room >= 0:
+            break
+    lines: list[str] = []
+    for question, wrapped in found.items():
+        if not everything and question not in QUESTIONS:
+            if len(wrapped) > room:
+                continue
+            room -= len(wrapped)
+        lines += wrapped
+    return lines
 
 
 def _wrap(text: str, width: int, **how: Any) -> list[str]:
@@ -397,8 +435,10 @@ def _table(answer: Answer, width: int, lines: int | None) -> list[str]:
         count = min(len(shown), METHODS)
         while count > 1 and sum(map(len, shown[:count])) + (count < len(shown)) > left:
             count -= 1
-        hidden = len(shown) - count
-        shown = [*shown[:count], *([[f"{hidden} more: --all shows them"]] if hidden else [])]
+        hidden, first = len(shown) - count, shown.copy()
+        if answer.leader and (place := answer.methods.index(answer.leader)) >= count:
+            first[count - 1] = shown[place]
+        shown = [*first[:count], *([[f"{hidden} more: --all shows them"]] if hidden else [])]
     return [*top, *(line for row in shown for line in row), *below, *note]
 
 

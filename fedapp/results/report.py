@@ -346,7 +346,7 @@ def _answered(comparison: Comparison, answer: Answer, several: bool) -> dict[str
     chances = ("p", "p_holm", "worse", "equal", "better")
     return {
         "name": setting_title(answer.table) if several else "",
-        "sentences": answer.sentences(),
+        "sentences": [*answer.sentences().values()],
         "power": " ".join(filter(None, (answer.power(), answer.variance()))),
         "table": Table(heads, rows),
         "decisions": Table(

@@ -27,6 +27,8 @@ SCORES = {
     "calibration_before": "global, uncalibrated",
 }  # fmt: skip
 """Columns of results.csv in the first table of a setting, and their heads there."""
+FEWEST_CLIENTS = 20
+"""Fewer clients have no worst 10 %."""
 MOST_NAMED = 12
 """Up to so many clients with names of their own have a column each."""
 
@@ -139,7 +141,11 @@ def tables_of(answer: Answer, runs: Sequence[RunResult]) -> Iterator[tuple[str, 
             pd.concat([part, again]) if len(again) else part,
             {
                 "worst client": lambda rows: spread(rows["trained_worst"]),
-                "worst 10 %": lambda rows: spread(rows["trained_worst_decile"]),
+                **(
+                    {"worst 10 %": lambda rows: spread(rows["trained_worst_decile"])}
+                    if answer.clients >= FEWEST_CLIENTS
+                    else {}
+                ),
                 **({"gain / same / lose": lambda rows: tally(rows[[*HARM]].to_numpy())} if alone else {}),
                 f"completed rounds to {goal}": lambda rows: until(rows["trained_target_rounds"]),
                 "MB to it, all clients": lambda rows: until(rows["trained_target_bytes"], 1e-6, 2),

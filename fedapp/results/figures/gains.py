@@ -175,6 +175,8 @@ def recall(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
 def curves(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
     """Draw each method's headline by completed rounds, less that of training alone after as many."""
     alone = {(r.seed, r.data_seed): r.curve("trained") for r in reversed(runs) if r.alone}
+    if len(alone) == 1:
+        raise Unavailable("one seed has no differences", "fedapp compare ... --seeds 3")
     lines = []
     for label, members in by_method(runs).items():
         tables = []
