@@ -31,6 +31,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn the links of a page that is a file in `docs/`, and say how each page is searched."""
     page.meta["search"] = site_pages.searched(page.file.src_uri)
+    if "one-screen" in markdown:
+        page.meta["hide"] = ["toc"]
     if page.file.generated_by:
         return markdown
     place = Path(page.file.src_uri)
