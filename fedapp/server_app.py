@@ -32,7 +32,7 @@ from fedapp.federation.bodies import ByBody, JoinedQueries
 from fedapp.federation.central import CentralTest
 from fedapp.federation.context import server_context
 from fedapp.federation.hook import Hook, Hooks, Setup
-from fedapp.federation.hooks.events import FinalTrainingNotice, ProgressEvents
+from fedapp.federation.hooks.events import FinalTrainingNotice, ProgressEvents, RoundWarnings
 from fedapp.federation.hooks.rollback import EnoughForRules, Rollback
 from fedapp.federation.hooks.scores import PeriodicEvaluation, UnseenClients, ValidationChoice
 from fedapp.federation.hooks.soundness import NormGuard, TwoVoids
@@ -43,7 +43,7 @@ from fedapp.federation.participants import Participants, Progress
 from fedapp.federation.summary import summary
 from fedapp.learning.task import ModelSpec
 from fedapp.method import ClientInfo, Payload, ServerContext, ServerState
-from fedapp.models import frozen, own
+from fedapp.models import frozen
 from fedapp.reduce.reader import Policy
 from fedapp.reduce.scaling import KIND, moments_from
 from fedapp.results.directory import (
@@ -57,7 +57,7 @@ from fedapp.results.directory import (
     write_json,
 )
 from fedapp.results.lines import Spoken
-from fedapp.results.predict import described, made_with
+from fedapp.results.predict import built_from, described
 from fedapp.settings import FederationSettings
 from fedapp.tasks import identity as identities
 from fedapp.tasks import scoring
@@ -82,8 +82,8 @@ LISTED = 1000
 ORPHAN_LIFE = 120.0
 """Seconds to wait for a server process that lost its SuperLink and still holds the run directory."""
 HOOKS: tuple[type[Hook], ...] = (
-    NormGuard, Rollback, EnoughForRules, ValidationChoice, Tables, BestModel, EarlyStop, PrivacySpent, Checkpoint,
-    ProgressEvents, TwoVoids, FinalTrainingNotice, PeriodicEvaluation, UnseenClients,
+    RoundWarnings, NormGuard, Rollback, EnoughForRules, ValidationChoice, Tables, BestModel, EarlyStop, PrivacySpent,
+    Checkpoint, ProgressEvents, TwoVoids, FinalTrainingNotice, PeriodicEvaluation, UnseenClients,
 )  # fmt: skip
 """The policies of a run. Their order is part of the numbers: rules before tables, tables before the hooks that read
 their rows, the checkpoint after all that it remembers, and events after the tables. `NormGuard`, which makes a round
@@ -255,7 +255,7 @@ class Run(Setup):
         """Open the run directory; with `resume`, after the checks that must come before anything is written there."""
         config, resume = self.config, self.config.storage.resume
         if resume:
-            self._find()
+            self.start, self.remembered, self.warnings = found_checkpoint(self.out, self.identity)
             if self.done > config.federation.num_server_rounds:
                 text = f"{self.out} already holds {counted(self.done, 'round')}; give --rounds {self.done} or more"
                 raise BadRequest(text)
@@ -271,25 +271,6 @@ class Run(Setup):
                 "back, or start a new run"
             )
         return RunDirectory(self.out, config, self.done if self.start else -1)
-
-    def _find(self) -> None:
-        """Find the checkpoint that this run goes on from, and note the faults of newer ones."""
-        path = self.out / "versions.json"
-        try:
-            token = str(json.loads(path.read_text(encoding="utf-8"))["run"])
-        except (OSError, ValueError, TypeError, KeyError) as e:
-            raise BadRequest(
-                f"{path}, which holds the run's token, cannot be read ({type(e).__name__}: {e}): put a good copy of it "
-                "back, or start a new run"
-            ) from e
-        found, self.warnings = checkpoint.recover(self.out / "checkpoint", self.identity | {"run": token})
-        if found and found[2].keys() != {"Cohort", *(hook.__name__ for hook in HOOKS)}:
-            raise BadRequest(
-                f"another version of fedapp wrote the checkpoint of {counted(found[0], 'round')} in {self.out}: resume "
-                "the run with that version, or start a new run"
-            )
-        if found:
-            self.start, self.remembered = Progress(found[0], found[1]), found[2]
 
     def _note_settings(self) -> None:
         """Note settings that have no effect, and what a resumed run changes."""
@@ -355,7 +336,7 @@ class Run(Setup):
         self._scale()
         self.strategy.context = context = dataclasses.replace(context, totals=totals.read(self))
         state = federate(self.strategy, self.cohort, context, self.hooks, rounds=rounds, start=self._take_start())
-        found = summary(self, state, self.warnings)
+        found = summary(self, state)
         write_json(self.out / "summary.json", found)
         (self.out / "error.json").unlink(missing_ok=True)
         self.tell({"kind": "end", "summary": found})
@@ -377,8 +358,10 @@ class Run(Setup):
         self.central = CentralTest(self.strategy, self.spec, client, wanted, rows, inputs, self.device)
         if self.body and data is not None and inputs is not None:
             self.about = described(inputs, data.dataset.classes)
-        self.header = self._model_header()
-        self.strategy.context = self._context(self.spec, self.central)
+        spec = self.spec
+        self.header = {**self.about, **built_from(self.config, spec.name, spec.settings, spec.unit)}
+        self.header |= {"num_classes": spec.num_classes, "shape": list(spec.shape)}
+        self.strategy.context = self._context(spec, self.central)
 
     def _part(self, body: str) -> Run:
         """Return this run with a strategy of its own and with the clients of one body."""
@@ -398,13 +381,13 @@ class Run(Setup):
         joined = JoinedQueries(self.hooks)
         for part in self.parts.values():
             others = self.manager.nodes.keys() - {i.client for i in part.infos}
-            part.cohort = Participants(self.manager, part.strategy, joined, unseen=others, secure=part._secure())
+            part.cohort = Participants(self.manager, part.strategy, joined, unseen=others, secure=secure_sums(part))
             part.strategy = part.cohort.strategy
         if self.parts:
             self.strategy = ByBody({b: p.cohort for b, p in self.parts.items()}, self.manager.infos)
         self.cohort = Participants(
             self.manager, self.strategy, self.hooks, unseen=self.unseen, each=self.scoring.each,
-            retrains=self.config.evaluation.final_training, secure=self._secure(),
+            retrains=self.config.evaluation.final_training, secure=secure_sums(self),
         )  # fmt: skip
         self.strategy = self.cohort.strategy
         self.hooks += [kind(self) for kind in HOOKS]
@@ -432,7 +415,7 @@ class Run(Setup):
         """Register the clients; they state the model and their number if the configuration leaves these open."""
         config = self.config
         if isinstance(self.manager, VirtualCohort):
-            self.manager.enrol(self._members(self.manager), by_size=bool(config.training.lr_schedule_steps))
+            self.manager.enrol(members(self, self.manager.count()), by_size=bool(config.training.lr_schedule_steps))
         elif isinstance(self.manager, NodeCohort):
             self.manager.gather(config.data.clients)
         bodies = self.manager.agree(self.method, config.data.named_bodies)
@@ -464,20 +447,6 @@ class Run(Setup):
             except BadRequest as e:
                 why = f"the body {body[:8]} has too few clients: {e}"
                 self.manager.leave_out(dict.fromkeys((i.client for i in part.infos), why))
-
-    def _members(self, cohort: VirtualCohort) -> list[Member]:
-        """Return the clients of a simulation as configuration and partition say."""
-        config = self.config
-        data = tasks.federated(config, config.data.clients or cohort.count())
-        return [
-            Member(
-                c, len(own.train) - (0 if len(own.validation) else self.method.held_out(self.hparams, len(own.train))),
-                len(own.test),
-                tasks.model_for(config, c, data.size_of(c)), data.size_of(c).shape,
-                data.size_of(c).body if config.data.bodies else "",
-            )
-            for c, own in enumerate(data.partition.clients)
-        ]  # fmt: skip
 
     def _data(self) -> tasks.FederatedData | None:
         """Load the data if the server has them: for the data card, and for the test set of the `global` score."""
@@ -524,35 +493,58 @@ class Run(Setup):
         )
         return dataclasses.replace(context, warn=self.warn)
 
-    def _secure(self) -> SecureSums | None:
-        """Return the session of secure sums, if the run has `secure-sum`."""
-        config = self.config
-        if not config.secure.secure_sum:
-            return None
-        path = self.out / f"opened-sums{self.body and '-'}{self.body[:8]}.json"
-        try:
-            before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            opened = Opened({str(n): [int(c) for c in ids] for n, ids in before.items()}, partial(write_json, path))
-        except (OSError, ValueError, TypeError, AttributeError) as e:
-            raise BadRequest(
-                f"{path}, which holds whose sums were opened, cannot be read ({type(e).__name__}: {e}): put a good "
-                "copy of it back, or start a new run"
-            ) from e
-        return SecureSums(self.manager, config.secure.secure_dropout, config.secure.secure_colluders, opened)
 
-    def _model_header(self) -> dict[str, object]:
-        """Return what a stored model needs so that it can be built again and used."""
-        config, spec = self.config, self.spec
-        return {
-            **self.about,
-            "method": config.federation.method,
-            "method-args": config.federation.method_args,
-            "model": spec.name,
-            "model-options": own.header(spec.settings, spec.unit),
-            "made-with": made_with(spec.name, spec.settings.weights),
-            "num_classes": spec.num_classes,
-            "shape": list(spec.shape),
-        }
+def found_checkpoint(out: Path, identity: Mapping[str, str]) -> tuple[Progress | None, ServerState, list[str]]:
+    """Return the point from which a resumed run continues, what else it remembers, and the faults of newer ones."""
+    path = out / "versions.json"
+    try:
+        token = str(json.loads(path.read_text(encoding="utf-8"))["run"])
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise BadRequest(
+            f"{path}, which holds the run's token, cannot be read ({type(e).__name__}: {e}): put a good copy of it "
+            "back, or start a new run"
+        ) from e
+    found, faults = checkpoint.recover(out / "checkpoint", {**identity, "run": token})
+    if not found:
+        return None, {}, faults
+    if found[2].keys() != {"Cohort", *(hook.__name__ for hook in HOOKS)}:
+        raise BadRequest(
+            f"another version of fedapp wrote the checkpoint of {counted(found[0], 'round')} in {out}: resume "
+            "the run with that version, or start a new run"
+        )
+    return Progress(found[0], found[1]), found[2], faults
+
+
+def members(run: Run, several: int) -> list[Member]:
+    """Return the clients of a simulation as configuration and partition say; `several` where no number is set."""
+    config = run.config
+    data = tasks.federated(config, config.data.clients or several)
+    return [
+        Member(
+            c, len(own.train) - (0 if len(own.validation) else run.method.held_out(run.hparams, len(own.train))),
+            len(own.test),
+            tasks.model_for(config, c, data.size_of(c)), data.size_of(c).shape,
+            data.size_of(c).body if config.data.bodies else "",
+        )
+        for c, own in enumerate(data.partition.clients)
+    ]  # fmt: skip
+
+
+def secure_sums(run: Run) -> SecureSums | None:
+    """Return the session of secure sums, if the run has `secure-sum`."""
+    secure = run.config.secure
+    if not secure.secure_sum:
+        return None
+    path = run.out / f"opened-sums{run.body and '-'}{run.body[:8]}.json"
+    try:
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        opened = Opened({str(n): [int(c) for c in ids] for n, ids in before.items()}, partial(write_json, path))
+    except (OSError, ValueError, TypeError, AttributeError) as e:
+        raise BadRequest(
+            f"{path}, which holds whose sums were opened, cannot be read ({type(e).__name__}: {e}): put a good "
+            "copy of it back, or start a new run"
+        ) from e
+    return SecureSums(run.manager, secure.secure_dropout, secure.secure_colluders, opened)
 
 
 def memory_needed(run: Run) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pandas as pd
 import pytest
+from flwr.app import Message
 
 from clients.base import FedClient
 from fedapp import server_app
@@ -20,6 +22,8 @@ from fedapp.engines.local import run
 from fedapp.federation import loop
 from fedapp.federation.hook import Hook
 from fedapp.federation.hooks.events import ProgressEvents
+from fedapp.federation.hooks.rollback import Rollback
+from fedapp.federation.hooks.soundness import TwoVoids
 from fedapp.federation.hooks.training import Checkpoint
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Arrays, BaseHParams, Payload, ServerState
@@ -27,11 +31,15 @@ from fedapp.reduce.spec import Mean, Query, Total
 from fedapp.results.directory import RunDirectory
 from fedapp.results.runs import RunResult
 from fedapp.transport import checkpoint
+from fedapp.transport.traffic import RoundFailed
 from strategies._sums import class_sums
 from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
 from tests.handmade import deterministic
 from tests.house import MODULES, ROOT, imports
+from tests.liars import Lie, change_arrays, federate
+from tests.test_offences import Wild, nan_score, times, use_strategy
+from tests.test_robust import QUICK
 
 Tiny = Callable[..., RunResult]
 FOLDER = ROOT / "fedapp" / "federation" / "hooks"
@@ -70,9 +78,9 @@ def whole(result: RunResult) -> dict[str, Any]:
     found["summary"] = {k: v for k, v in result.summary.items() if not k.endswith("seconds")}
     for path in sorted((result.out / "models").glob("*.safetensors")):
         arrays, header = read_safetensors(path)
-        found[path.name] = {n: a.tobytes() for n, a in arrays.items()}, header["round"]
+        found[path.name] = {n: a.tobytes() for n, a in arrays.items()}, header.get("round")
     for folder in ("checkpoint", "selected"):
-        for path in sorted((result.out / folder).iterdir()):
+        for path in sorted((result.out / folder).glob("round-*")):
             number, state, remembered = checkpoint.load(path.parent, int(path.stem[-6:]))
             remembered["Checkpoint"] = {}
             arrays, scalars = checkpoint.flatten({"state": state, **remembered})
@@ -80,15 +88,16 @@ def whole(result: RunResult) -> dict[str, Any]:
     return found
 
 
-def interrupted(act: Callable[..., None], after: int = 1) -> Callable[..., None]:
+def interrupted(act: Callable[..., Any], after: int = 1) -> Callable[..., Any]:
     """Kill a run after a hook has acted so many times."""
     calls: list[Any] = []
 
-    def killed(self: Hook, *given: Any) -> None:
-        act(self, *given)
+    def killed(self: Hook, *given: Any) -> Any:
+        found = act(self, *given)
         calls.append(given)
         if len(calls) == after:
             raise KeyboardInterrupt
+        return found
 
     return killed
 
@@ -98,26 +107,91 @@ SETTINGS: dict[str, Any] = {
     "seed": 1, "min_replies": 0.5, "select": "validation", "validation": 0.2, "evaluate_every": 1, "max_growth": 20.0,
 }  # fmt: skip
 # Loss and accuracy are no better in rounds 3 and 4 than before, so what is remembered decides.
-STAGES = ("judge", "after_round", "after_evaluation")
+FEW: dict[str, Any] = {"method": "fedavg", "min_replies": 0.5, "clients": 4, "lr": 0.05, **QUICK}
+
+
+class Play(NamedTuple):
+    """A run that is killed.
+
+    Attributes
+    ----------
+    after : number of calls of a function of the hooks, after which the run is killed.
+    hooks : those after which it is killed.   void : rounds.
+    lie : makes the lie of the clients `liars`, which may count their replies.
+    """
+
+    settings: dict[str, Any]
+    after: dict[str, int]
+    hooks: tuple[type[Hook], ...]
+    liars: tuple[int, ...] = ()
+    lie: Callable[[], Lie] = lambda: far_off
+    void: frozenset[int] = frozenset()
+
+
+def far_off(kind: str, reply: Message) -> Message:
+    """Send what passes and what no other client can train on."""
+    return change_arrays(reply, lambda n, a: np.full_like(a, 9e3)) if kind == "train" else reply
+
+
+PLAYS = {
+    "chosen": Play(SETTINGS, {
+        "begin": 2, "checks": 3, "replies": 3, "judge": 3, "after_round": 3, "after_evaluation": 3, "choose": 1,
+        "finish": 1,
+    }, server_app.HOOKS),
+    "rollback": Play(
+        {**FEW, "rounds": 4}, {"begin": 2, "recover": 1, "judge": 3, "after_round": 3}, (Rollback, Checkpoint), (0,)
+    ),
+    "end": Play(
+        {**FEW, "rounds": 2}, {"recover_end": 1}, (Rollback,), (0, 1, 2), lambda: times("evaluate", "2", 1, nan_score)
+    ),
+    "void": Play(
+        {**FEW, "rounds": 3, "max_growth": 10.0}, {"judge": 2, "after_round": 2}, (TwoVoids, Checkpoint),
+        void=frozenset({2}),
+    ),
+    "two voids": Play(
+        {**FEW, "rounds": 4, "max_growth": 10.0}, {"after_round": 2}, (TwoVoids, Checkpoint), void=frozenset({2, 3})
+    ),
+    "private": Play({
+        **FEW, "rounds": 2, "dp": "client", "dp_epsilon": 100.0, "clip_update": 1.0, "dp_test": True,
+    }, {"after_round": 2}, (Checkpoint,)),  # killed earlier, a client would noise the round a second time
+}  # fmt: skip
+CASES = [(p, h, s) for p, play in PLAYS.items() for s in play.after for h in play.hooks if s in vars(h)]
+"""A kill after a hook that does nothing at a stage is one after the hook before it."""
+
+
+def outcome(play: Play, out: Path, resumed: bool) -> dict[str, Any]:
+    """The numbers of a run, or why it failed."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_strategy(Wild, patch) if play.void else None
+        patch.setattr(Wild, "rounds", play.void)
+        given = {"data_fraction": 0.3, "local_epochs": 1, "batch_size": 64, **play.settings, "resume": resumed}
+        try:
+            return whole(federate(out, play.liars, play.lie(), **given))
+        except RoundFailed as e:
+            return {"failed": str(e)}
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("whole") / "run"
-    return whole(run(out=out, data_fraction=0.3, local_epochs=1, batch_size=64, **SETTINGS))
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    return functools.cache(lambda name: outcome(PLAYS[name], tmp_path_factory.mktemp("whole") / "run", False))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("hook", server_app.HOOKS, ids=lambda hook: hook.__name__)
+@pytest.mark.parametrize(("name", "hook", "stage"), CASES, ids=lambda v: v if isinstance(v, str) else v.__name__)
 def test_a_run_that_was_killed_after_a_hook_goes_on_with_the_same_bits(
-    hook: type[Hook], stage: str, unbroken: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, hook: type[Hook], stage: str, unbroken: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hook, stage, interrupted(getattr(hook, stage), after=3))
-    with pytest.raises(KeyboardInterrupt):
-        run(out=tmp_path / "run", data_fraction=0.3, local_epochs=1, batch_size=64, **SETTINGS)
-    monkeypatch.undo()
-    assert whole(run(resume=tmp_path / "run")) == unbroken
+    """A kill at `begin` is one of a run that was killed before and goes on."""
+    play = PLAYS[name]
+    expected, kills = unbroken(name), [(hook, stage, play.after[stage])]
+    kills += [(Checkpoint, "after_round", play.after["after_round"])] if stage == "begin" else []
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, function, after in kills:
+            patch.setattr(kind, function, interrupted(getattr(kind, function), after))
+        for earlier, _ in enumerate(kills):
+            with pytest.raises(KeyboardInterrupt):
+                outcome(play, tmp_path / "run", earlier > 0)
+    assert outcome(play, tmp_path / "run", True) == expected
 
 
 class Counting(FedClient):
@@ -165,13 +239,13 @@ def test_a_method_asks_all_clients_before_round_1_and_once_alone(
     assert sorted(asked) == [0, 1, 2] and straight.summary["bytes_up_query.prepare"] > 0
     moved = checkpoint.load(straight.out / "checkpoint", 0)[1]["model"]
     assert not np.allclose(moved["head.bias"], 0.0), "the state before round 1 is there"
-    for kill, hook, name, times in (("written", Checkpoint, "begin", 1), ("asked", ProgressEvents, "after_query", 2)):
+    for kill, hook, name, asks in (("written", Checkpoint, "begin", 1), ("asked", ProgressEvents, "after_query", 2)):
         asked.clear()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(hook, name, interrupted(getattr(hook, name)))
             tiny(**settings, out=tmp_path / kill)
         resumed = run(resume=tmp_path / kill)
-        assert sorted(asked) == sorted([0, 1, 2] * times), "a state that was written is not made again"
+        assert sorted(asked) == sorted([0, 1, 2] * asks), "a state that was written is not made again"
         for name in ("rounds", "clients", "final"):
             a, b = (deterministic(getattr(r, name)) for r in (straight, resumed))
             sizes = [c for c in a if c.startswith("bytes")]  # of secrets, which differ from run to run

@@ -372,7 +372,7 @@ def test_only_hidden_vectors_leave_a_client(tmp_path: Path, plain: list[tuple[Ar
 
 
 def test_a_client_answers_nothing_in_the_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_app.Run, "_secure", lambda self: None)
+    monkeypatch.setattr(server_app, "secure_sums", lambda run: None)
     with pytest.raises(RoundFailed, match="does not say which clients take part"):
         go(tmp_path / "run")
 

@@ -34,6 +34,7 @@ class Setup:
     names : the clients' own names, empty where the data have none.
     header : what a stored model needs so that it can be built again and used.
     identity : what a checkpoint says about the run.   started : when this process began, by `time.perf_counter`.
+    warnings : lines of the summary.
     """
 
     config: RunConfig
@@ -52,6 +53,7 @@ class Setup:
     header: dict[str, object]
     identity: dict[str, str]
     started: float
+    warnings: list[str]
 
     def tell(self, event: dict[str, Any]) -> None:
         """Pass an event on."""

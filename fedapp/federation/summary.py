@@ -23,7 +23,7 @@ from fedapp.results.statistics import measured as measured_values
 from fedapp.results.statistics import over_clients
 
 
-def summary(run: Setup, state: ServerState, warnings: list[str]) -> dict[str, Any]:
+def summary(run: Setup, state: ServerState) -> dict[str, Any]:
     """Return the summary of a finished run; `state` is the final one."""
     config, tables, manager = run.config, run.hooks.one(Tables), run.cohort.manager
     rounds, evaluations, final = (run.directory.table(f"{name}.csv") for name in ("rounds", "evaluations", "final"))
@@ -67,7 +67,7 @@ def summary(run: Setup, state: ServerState, warnings: list[str]) -> dict[str, An
         **({"blocked": blocked} if blocked else {}),
         **({"left_out": out} if (out := manager.left_out()) else {}),
         "stopped": run.hooks.stopped or None,
-        "warnings": warnings,
+        "warnings": run.warnings,
         **{f"bytes_up_{kind}": whole(size) for kind, size in tables.bytes_up.items()},
         **run.strategy.report(state, tables.last_scores),
         **scores_by_body(run, state),

@@ -39,6 +39,7 @@ from fedapp.method import Arrays, Scalar
 from fedapp.models import SplitModel, is_own, own, selection, weights
 from fedapp.models.bounded import Bounded
 from fedapp.results.whole import WholeModel
+from fedapp.settings import ModelSettings
 from fedapp.tasks import identity
 
 SCHEMA = 1
@@ -72,12 +73,8 @@ def keep(
     header: dict[str, object] = {
         **described(task.inputs, task.extras.get("classes", ())),
         "model-schema": SCHEMA,
-        "method": config.federation.method,
-        "method-args": config.federation.method_args,
-        "model": task.model,
-        "model-options": own.header(task.settings, task.unit),
+        **built_from(config, task.model, task.settings, task.unit),
         "num_classes": task.num_classes,
-        "made-with": made_with(task.model, task.settings.weights),
         "client": task.client,
         "round": server_round,
         "scalars": dict(scalars),
@@ -86,6 +83,17 @@ def keep(
     write_safetensors(
         path, selection.everything(client.tuned if protocol == "tuned" else client.model), header, durable
     )
+
+
+def built_from(config: RunConfig, model: str, settings: ModelSettings, unit: bool) -> dict[str, object]:
+    """Return what a stored model needs of the configuration so that it can be built again, as JSON values."""
+    return {
+        "method": config.federation.method,
+        "method-args": config.federation.method_args,
+        "model": model,
+        "model-options": own.header(settings, unit),
+        "made-with": made_with(model, settings.weights),
+    }
 
 
 def made_with(model: str, stored: str) -> dict[str, str]:

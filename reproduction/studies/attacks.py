@@ -64,7 +64,7 @@ from fedapp.results.runs import read_run
 from fedapp.tasks.simulated import federated
 from fedapp.transport import records
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
-from fedapp.transport.virtual import Member, VirtualCohort
+from fedapp.transport.virtual import Member
 
 CLIENTS, LIARS, F = 10, (0, 1), 2
 SETTINGS: dict[str, Any] = {
@@ -227,14 +227,14 @@ def fits(method: str, attack: str, rule: str) -> bool:
     return takes and (method == "ccvr" or attack not in ON_STATISTICS) and (attack != "count" or "count-cap" in known)
 
 
-def members(run: server_app.Run, cohort: VirtualCohort, attack: str) -> list[Member]:
+def members(run: server_app.Run, several: int, attack: str) -> list[Member]:
     """Return the clients of a run; liars may be registered with a count that they made up, as on real nodes."""
-    found = _members(run, cohort)
+    found = _members(run, several)
     lies = attack in ("count", "permute")
     return [dataclasses.replace(m, examples=CLAIMED) if lies and m.client in LIARS else m for m in found]
 
 
-_members = server_app.Run._members
+_members = server_app.members
 
 
 def backdoor_success(run: Path, seed: int, alpha: str) -> float:
@@ -270,7 +270,7 @@ def measure(
         config = prepare(values, folder)
     flat = configuration.for_context(config)
     try:
-        with mock.patch.object(server_app.Run, "_members", lambda run, cohort: members(run, cohort, attack)):
+        with mock.patch.object(server_app, "members", lambda run, several: members(run, several, attack)):
             server_app.serve(AttackedGrid(flat, attack), flat)
     except Exception as e:
         return {"accuracy": 0.0, "ended": f"{type(e).__name__}: {e}"[:200]}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fedapp.errors import counted
-from fedapp.federation.hook import Hook
+from fedapp.federation.hook import Hook, Setup
 from fedapp.federation.participants import Outcome, Progress
+from fedapp.method import ServerState
 from fedapp.results.directory import MOST_CURVES, TRACKED
 from fedapp.transport.traffic import Exchange
 
@@ -50,6 +51,22 @@ class ProgressEvents(Hook):
             scores = {c: {k: v for k, v in row.items() if k.endswith(TRACKED)} for c, row in exchange.rows.items()}
             final = exchange.kind == "final"
             self.run.tell({"kind": "clients", "round": exchange.round, "final": final, "rows": scores})
+
+
+class RoundWarnings(Hook):
+    """Remembers the warnings of the rounds for the summary; those from before the rounds belong to one process."""
+
+    def __init__(self, run: Setup) -> None:
+        super().__init__(run)
+        self.earlier = len(run.warnings)
+
+    def state_dict(self) -> ServerState:
+        """Return the warnings of the rounds so far."""
+        return {"texts": self.run.warnings[self.earlier :]}
+
+    def load_state_dict(self, state: ServerState) -> None:
+        """Put them before those of the rounds that follow."""
+        self.run.warnings += state["texts"]
 
 
 class FinalTrainingNotice(Hook):
