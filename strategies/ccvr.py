@@ -52,18 +52,12 @@ class CCVR(PostHoc):
         pooled, reduced = statistics(w, s.cov, query)
         counts = pooled.counts
         head, y, jitter = self.fitted(w, pooled)
-        # Repeats the fit without each client where statistics are screened; equal draws make the fits comparable.
-        audit = reduced.audit("statistics", lambda others: self.fitted(w, others)[0], head)
-        for client, pull in audit.pulls.items():
-            self.context.warn(
-                f"without the statistics of client {client} the calibrated head moves {pull:g} times as far as without "
-                "those of the median client: it lies, or it holds classes that hardly anybody else has"
-            )
         found: dict[str, Any] = {
             "virtual_samples": len(y),
             "classes_single": np.flatnonzero(counts == 1).tolist(),
             "jitter": {int(c): float(j) for c, j in jitter.items()},
-            **({"screened": {**audit.screened, "pulls": audit.pulls}} if audit.screened else {}),
+            # Repeats the fit without each client; equal draws make the fits comparable.
+            **reduced.audit("statistics", lambda others: self.fitted(w, others)[0], head),
         }
         calibrated = self.calibrated(
             state, {"head": head, "tukey": s.before_head(len(y))}, reduced.clients, counts, **found

@@ -1,6 +1,7 @@
 """The rooms of the project, the imports between them, and the picture of both in docs/architecture.svg.
 
-`python -m tests.house` draws the picture anew; `tests/test_imports.py` holds the order and checks that it is current.
+`python -m tests.house` draws the picture and counts the rooms on the page; `tests/test_imports.py` holds the order and
+checks that both are current.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import ast
 import graphlib
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "architecture.svg"
+PAGE = PICTURE.with_suffix(".md")
 ROOMS = [
     ("errors", "lazy", "method"),
     ("files", "process", "settings"),
@@ -150,5 +153,21 @@ def picture() -> str:
     return "\n".join([head, f"<style>{style}</style>", f"<defs>{tip}</defs>", ground, *shapes, "</svg>", ""])
 
 
+def numbers() -> str:
+    """Return the sentence of docs/architecture.md about the number of rooms, floors and imports."""
+    packages = sum((ROOT / "fedapp" / name).is_dir() for name in FLOOR)
+    modules = len(FLOOR) - packages - 2
+    return (
+        f"Today {modules} modules and {packages} packages, with `clients` and `strategies` {len(FLOOR)} rooms, lie "
+        f"on {len(ROOMS)} floors, with {sum(map(len, arrows().values()))} imports between rooms.\n"
+    )
+
+
+def filled(page: str) -> str:
+    """Return docs/architecture.md with that sentence in its place."""
+    return re.sub(r"(?<=<!-- generated -->\n)Today .*\n", lambda found: numbers(), page)
+
+
 if __name__ == "__main__":
     PICTURE.write_text(picture(), encoding="utf-8")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -412,7 +412,7 @@ def test_no_more_than_two_k_models_are_held_while_replies_come_in() -> None:
 
     server = strategy(layers="all")
     state = server.aggregate(server.init(context(initial, classes)), 1, replies())  # type: ignore[arg-type]
-    assert most <= 2 * classes + 1
+    assert most <= 2 * classes + 1, "more than 2K models and the reply in hand"
     assert len(state["rows"]) == classes and len(state["pt"]) == clients
 
 

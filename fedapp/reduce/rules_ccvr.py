@@ -14,7 +14,7 @@ from fedapp.core.names import under
 from fedapp.core.robust import FAR, FEW, capped, change, norms_of, places_of, screened
 from fedapp.method import Arrays, Reply, ServerContext, ServerState
 from fedapp.reduce.plain import PlainMoments
-from fedapp.reduce.spec import Audit, Gaussians
+from fedapp.reduce.spec import Gaussians
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -40,12 +40,17 @@ class ScreenedMoments(PlainMoments):
         self._answers = dict(zip(self._answers, kept, strict=True))
         return self._pooled(kept)
 
-    def audit(self, fit: Callable[[ClassMoments], Arrays], whole: Arrays) -> Audit:
-        """Repeat a fit without each client; a move that is longer than `FAR` times the median one is named."""
+    def audit(self, fit: Callable[[ClassMoments], Arrays], whole: Arrays) -> dict[str, Any]:
+        """Repeat the fit of the head without each client; name a move longer than `FAR` times the median one."""
         clients = list(self._answers) if len(self._answers) >= FEW else []
         without = [fit(self._pooled(a for c, a in self._answers.items() if c != client)) for client in clients]
         far = {c: round(float(p), 2) for c, p in zip(clients, pulls(without, whole), strict=True) if p > FAR}
-        return Audit(self._screened, far)
+        for client, pull in far.items():
+            self.context.warn(
+                f"without the statistics of client {client} the calibrated head moves {pull:g} times as far as without "
+                "those of the median client: it lies, or it holds classes that hardly anybody else has"
+            )
+        return {"screened": {**self._screened, "pulls": far}}
 
     def _pooled(self, answers: Iterable[Arrays]) -> ClassMoments:
         pool = self._empty()

@@ -326,20 +326,6 @@ class Totals:
 
 
 @dataclass
-class Audit:
-    """A look at robust statistics.
-
-    Attributes
-    ----------
-    screened : numbers of statistics that were bounded or left out; empty without screening.
-    pulls : clients without whom a fit moves far, with the move as a multiple of the median one.
-    """
-
-    screened: dict[str, int] = field(default_factory=dict)
-    pulls: dict[int, float] = field(default_factory=dict)
-
-
-@dataclass
 class ClassRows:
     """The rows of one client.
 
@@ -375,9 +361,9 @@ class Reducer:
     def note(self, noted: dict[str, Any]) -> None:
         """Add a record of robust rules to an entry of the state; without rules there is none."""
 
-    def audit(self, fit: Callable[[ClassMoments], Arrays], whole: Arrays) -> Audit:
+    def audit(self, fit: Callable[[ClassMoments], Arrays], whole: Arrays) -> dict[str, Any]:
         """Return the effect of single clients, see `Reduced.audit`."""
-        return Audit()
+        return {}
 
 
 class Reduced:
@@ -465,8 +451,8 @@ class Reduced:
         found: ClassMoments = self._result(name)
         return found
 
-    def audit(self, name: str, fit: Callable[[ClassMoments], Arrays], whole: Arrays) -> Audit:
-        """Return the effect of single clients on a fit to Gaussians; empty in all forms but the screened one.
+    def audit(self, name: str, fit: Callable[[ClassMoments], Arrays], whole: Arrays) -> dict[str, Any]:
+        """Return the effect of single clients on a fit to Gaussians, for the summary; only the screened form has one.
 
         Parameters
         ----------
