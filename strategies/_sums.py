@@ -190,23 +190,24 @@ class HeadFromSums(ClosedForm):
                     "give features of a frozen body, model=identity, min_count=1 and count-cap=0"
                 )
             return found, {}
-        bits, ids = int(scalars[SUM_BITS]) // 2, [r.client for r in replies]
+        bits, rows_of = int(scalars[SUM_BITS]) // 2, {r.client: r.num_samples for r in replies}
         largest = max(c.largest or 0.0 for c in self.context.clients)
-        entry = {"sums": found.sums, "bits": bits, "largest": largest, "exact": True, "clients": ids}
+        entry = {"sums": found.sums, "bits": bits, "largest": largest, "exact": True, "clients": rows_of}
         if not stored:
             return found, entry
+        if missing := found.sums.keys() - stored["sums"]:
+            raise BadRequest(f"totals = '{self.settings.totals}': they have no {', '.join(sorted(missing))}")
         sign = -1 if self.settings.leave else 1
         whole = {name: stored["sums"][name] + sign * array for name, array in found.sums.items()}
         packed = {name: pack(array) if name == "a" else array for name, array in whole.items()}
         squares = self.settings.precision() if "a" in whole else None
         if problem := sums.problem_of(packed, self.context.num_classes, self.context.width, squares):
-            raise BadRequest(
-                f"totals = '{self.settings.totals}': {problem} in what is left: the clients that leave had other rows"
-            )
+            how = "what is left: the clients that leave had other rows" if self.settings.leave else "the sum"
+            raise BadRequest(f"totals = '{self.settings.totals}': {problem} in {how}")
         rows, largest = float(whole["b"][:, -1].sum()), max(largest, stored["largest"])
-        exact, number = stored["exact"] and sums.exact(rows, largest, bits), len(stored["sites"]) + sign * len(ids)
+        exact, number = stored["exact"] and sums.exact(rows, largest, bits), len(stored["sites"]) + sign * len(rows_of)
         warn, name = self.context.warn, self.method.id
-        warn(f"{name}: the head is of {counted(number, 'client')}, scores are of the {len(ids)} of this run alone")
+        warn(f"{name}: the head is of {counted(number, 'client')}, scores are of the {len(rows_of)} of this run alone")
         if not exact:
             warn(
                 f"{name}: {rows:g} rows with features up to {largest:g} leave too few bits: the sums are right to "

@@ -90,6 +90,7 @@ def test_the_screen_has_24_lines_of_80_columns_however_many_methods_there_are(
     assert rows == [shown.index(hidden) + i for i in (1, 2, 3)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [60, 80])
 @pytest.mark.parametrize("long", [False, True])
 def test_the_screen_answers_three_questions_whatever_the_methods_are_called(
@@ -98,7 +99,7 @@ def test_the_screen_answers_three_questions_whatever_the_methods_are_called(
     monkeypatch.setenv("COLUMNS", str(width))
     scores = {m: [0.76 + i / 200 + n / 2000 for n in range(3)] for i, m in enumerate(registry.names())}
     scores["local"] = [0.8, 0.8005, 0.801]
-    comparison(tmp_path, scores, clients=100)
+    comparison(tmp_path, scores, clients=20)
     if long:
         args = "(lr=0.003 optimizer=adam augment=weak local-epochs=5)"
         for name in ("results.csv", "significance.csv"):
@@ -109,7 +110,7 @@ def test_the_screen_answers_three_questions_whatever_the_methods_are_called(
     assert len(shown) <= 24 or (long and width < 80)
     text = " ".join(shown)
     assert re.search(r"Better than training alone: .* by \d+\.\d points", text)
-    assert re.search(r"helps [\d.]+ of 100 clients and harms", text) and " sends 2,600 B a round. Exchanged: " in text
+    assert re.search(r"helps [\d.]+ of 20 clients and harms", text) and " sends 2,600 B a round. Exchanged: " in text
     leader = answered(tmp_path).name(answered(tmp_path).leader).split(" (")[0]
     assert sum(line.startswith(leader) for line in shown) >= 2, "a sentence and a row of the table"
 

@@ -21,7 +21,9 @@ SHAPE = "classes and features"
 METHODS = ["fed3r", "lda prior=pooled", "fedncm"]
 
 
-def rows(sites: list[str], place: Path, body: str = "a", scale: float = 1.0, classes: str = "abcd") -> Path:
+def rows(
+    sites: list[str], place: Path, body: str = "a", scale: float = 1.0, classes: str = "abcd", given: bool = True
+) -> Path:
     """Write features of some of the sites `p` to `t`; site `t` has rows of one class, class 3 is at `s` alone."""
     rng, parts = np.random.default_rng(5), []
     centres = rng.normal(size=(CLASSES, WIDTH))
@@ -31,10 +33,11 @@ def rows(sites: list[str], place: Path, body: str = "a", scale: float = 1.0, cla
         parts.append((x, y, np.full(len(y), site), np.where(np.arange(len(y)) % 3 == 2, "test", "train")))
     x, y, client, split = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     own = np.isin(client, sites)
-    about = json.dumps({"body": body * 64, "width": WIDTH})
+    more = {"split": split[own]} if given else {}
+    if body:
+        more["about"] = np.array(json.dumps({"body": body * 64, "width": WIDTH}))
     np.savez(
-        place, x=(scale * x[own]).astype(np.float32), y=y[own], client=client[own], split=split[own],
-        about=np.array(about), class_names=list(classes),
+        place, x=(scale * x[own]).astype(np.float32), y=y[own], client=client[own], class_names=list(classes), **more
     )  # fmt: skip
     return place
 
@@ -44,7 +47,7 @@ def go(tmp_path: Path, tiny: Tiny) -> Callable[..., RunResult]:
     """Run a method, with hyperparameters after its name, on features of some sites."""
 
     def run(text: str, sites: str, *, totals: Path | None = None, leave: bool = False, **more: Any) -> RunResult:
-        given = {key: more.pop(key) for key in ("body", "scale", "classes") if key in more}
+        given = {key: more.pop(key) for key in ("body", "scale", "classes", "given") if key in more}
         place = rows(list(sites), tmp_path / f"{sites}.npz", **given)
         words = [f"totals={totals}"] * bool(totals) + ["leave=true"] * leave
         method, *args = text.split()
@@ -67,16 +70,16 @@ def head(run: RunResult) -> dict[str, bytes]:
 def test_clients_join_and_leave_as_if_they_had_always_or_never_been_there(method: str, go: Any) -> None:
     """A, b and the head have equal bits; `t` has rows of one class, and class 3 comes with `s`."""
     text = f"{method} scale=none"
-    begun, whole, alone = go(text, "pqr"), go(text, "pqrst"), go(text, "r")
+    begun, whole, fewer = go(text, "pqr"), go(text, "pqrst"), go(text, "qr")
     joined = go(text, "st", totals=begun.out)
     left = go(text, "st", totals=joined.out, leave=True)
-    rest = go(text, "pq", totals=left.out / "totals.safetensors", leave=True)
-    for found, wanted in ((joined, whole), (left, begun), (rest, alone)):
+    rest = go(text, "p", totals=left.out / "totals.safetensors", leave=True)
+    for found, wanted in ((joined, whole), (left, begun), (rest, fewer)):
         (mine, told), (theirs, said) = totals(found), totals(wanted)
         assert sorted(mine) == sorted(theirs) == (["b"] if method == "fedncm" else ["a", "b"])
         assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
         assert head(found) == head(wanted)
-        assert told["sites"] == said["sites"] and told["exact"] is said["exact"] is True
+        assert told["sites"] == said["sites"] != {} and told["exact"] is said["exact"] is True
         for name in ("samples", "clients", "samples_left_out", "classes_unseen"):
             assert found.summary["calibration"][name] == wanted.summary["calibration"][name]
     a, b = (np.zeros((WIDTH + 1, WIDTH + 1)), np.zeros((CLASSES, WIDTH + 1)))
@@ -130,6 +133,10 @@ def test_a_newcomer_with_large_features_ends_the_exactness_for_good(go: Any) -> 
         ("s", "", {"bodies": "a" * 64}, "totals: they are of one body: leave bodies out"),
         ("s", "", {"dp": "example"}, "totals: the noise of a client's second answer is not that of its first"),
         ("s", "", {"model_args": "standardise=true"}, "standardised by this run's clients alone"),
+        ("s", "", {"normalise": "data"}, "standardised by this run's clients alone: leave normalise out"),
+        ("pqr", "leave=true", {}, "no client would be left"),
+        ("q", "leave=true", {"given": False}, "a client leaves with its own training rows: give the data a column"),
+        ("q", "leave=true", {"data_fraction": 0.5}, "client q has .* training rows, and 34 are in them"),
     ],
 )
 def test_totals_are_refused_in_one_line(sites: str, given: str, more: dict[str, Any], words: str, go: Any) -> None:
@@ -166,3 +173,42 @@ def test_totals_are_stored_where_they_are_exact_sums_of_all_rows(
 ) -> None:
     run = go(text, "st" if "count_cap" in more else "pqrst", **more)
     assert (run.out / "totals.safetensors").is_file() is stored
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"scale": float("nan")}, "scale"), ({"scale": -1.0}, "scale"), ({"bits": -5}, "bits"), ({"bits": 4.5}, "bits"),
+        ({"exact": "no"}, "exact"), ({"largest": "x"}, "largest"), ({"sites": "pqr"}, "sites"),
+        ({"sites": {}}, "other numbers of rows"), ({"a": None}, "have no a"), ({"a": 3}, "'a' must be"),
+        ({"b": 1e12}, "samples"), ({"a": 1.1}, "'a'"), ({"b": "one"}, "'b' must be"), ({"bits": 4}, "no exact sums"),
+    ],
+)  # fmt: skip
+def test_a_forged_file_of_totals_is_refused_in_one_line(
+    changed: dict[str, Any], words: str, go: Any, tmp_path: Path
+) -> None:
+    arrays, header = totals(go("lda", "pqr"))
+    for name, value in changed.items():
+        if name not in arrays:
+            header[name] = value
+        elif value is None:
+            del arrays[name]
+        else:
+            whole = arrays[name]
+            arrays[name] = whole[:1].copy() if value == "one" else whole[:value].copy() if value == 3 else whole * value
+    header = {name: value for name, value in header.items() if name not in ("format", "schema")}
+    write_safetensors(tmp_path / "forged.safetensors", arrays, header)
+    with pytest.raises(BadRequest, match=words) as refused:
+        go("lda", "s", totals=tmp_path / "forged.safetensors")
+    assert "\n" not in str(refused.value)
+
+
+def test_the_sums_of_one_client_are_not_stored_and_a_difference_that_shows_them_is_said(go: Any) -> None:
+    one, begun = go("lda", "p"), go("lda", "pqr")
+    left = go("lda", "pq", totals=begun.out, leave=True)
+    for run in (one, left):
+        assert not (run.out / "totals.safetensors").exists()
+        assert any("the totals of one client are its own sums" in w for w in run.summary["warnings"])
+    joined = go("lda", "s", totals=begun.out)
+    assert any("is the sums of client s: delete the former ones" in w for w in joined.summary["warnings"])
+    assert not (go("lda", "pqr", body="").out / "totals.safetensors").exists()

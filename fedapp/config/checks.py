@@ -238,8 +238,12 @@ def _check_totals(config: RunConfig, hparams: BaseHParams) -> None:
     }
     for key in changed(config, *why):
         raise BadRequest(f"totals: {why[key]}: leave {key} out")
-    if frozen.of(config.model.model, config.model).scaled:
-        raise BadRequest("totals: features would be standardised by this run's clients alone: leave model-args out")
+    for key, scaled in {
+        "model-args": frozen.of(config.model.model, config.model).scaled,
+        "normalise": config.data.normalise == "data",
+    }.items():
+        if scaled:
+            raise BadRequest(f"totals: features would be standardised by this run's clients alone: leave {key} out")
 
 
 def _check_wire(config: RunConfig, hparams: BaseHParams) -> None:
