@@ -419,6 +419,8 @@ class Run(Setup):
         elif isinstance(self.manager, NodeCohort):
             self.manager.gather(config.data.clients)
         bodies = self.manager.agree(self.method, config.data.named_bodies)
+        for digits in (n for n in config.data.named_bodies if not any(body.startswith(n) for body in bodies)):
+            self.warn(f"no client has the body {digits} that bodies lists")
         if not self.simulation:
             self.manager.leave_out(server_model.impossible(self.manager))
         present = [i for _, i in sorted(self.manager.infos.items())]

@@ -177,7 +177,9 @@ def test_digits_that_two_bodies_begin_with_stand_for_the_more_frequent_one(tmp_p
     common: dict[str, Any] = {"dataset": "npz", "clients": 0, "data_dir": tmp_path, "method": "lda"}
     with pytest.raises(BadRequest, match=rf"client 0 \({other}\) is not among those of the run \({FIRST}\)"):
         tiny(**common, bodies="a1a1a1a1")
-    assert tiny(**common, bodies="a1a1a1a1", min_clients=2).summary["bodies"]["a1a1a1a1"]["clients"] == [1, 2]
+    run = tiny(**common, bodies="a1a1a1a1,c3c3c3c3", min_clients=2)
+    assert run.summary["bodies"]["a1a1a1a1"]["clients"] == [1, 2]
+    assert "no client has the body c3c3c3c3 that bodies lists" in run.summary["warnings"]
 
 
 # ---- secure sums, resume, and the models that come back --------------------------------------------------------------
@@ -242,6 +244,9 @@ def test_the_digits_of_a_body_choose_its_head(tmp_path: Path, tiny: Tiny) -> Non
         fedapp.load(run.out)
     with pytest.raises(BadRequest, match="has a head for each of the bodies a1a1a1a1, b2b2b2b2"):
         fedapp.load(run.out, body="c3c3c3c3")
+    for where in ({"body": "a1a1a1a1" + "f" * 56}, {"body": "b2b2b2b2", "client": 0}):
+        with pytest.raises(BadRequest, match=f"is of the body {FIRST}, not of "):
+            fedapp.load(run.out, **where)
     for number, (body, given) in enumerate(rows.items()):
         net = fedapp.load(run.out, body=body[:10])
         assert net.inputs.body == body

@@ -71,8 +71,12 @@ def load(
         if run.config is None:
             raise BadRequest(f"this version does not accept the configuration of {place}: {run.problem}")
         if client is None:
-            return _global(run, run.config, allow, body)
-        return _client(run, run.config, _number(run, run.config, client), point, allow)
+            net = _global(run, run.config, allow, body)
+        else:
+            net = _client(run, run.config, _number(run, run.config, client), point, allow)
+        if not net.inputs.body.startswith(body):
+            raise BadRequest(f"the model of {run.out} is of the body {net.inputs.body or '(none)'}, not of {body}")
+        return net
     own = place / str(client) if isinstance(client, int) else place
     if (own / FILES[point]).is_file():
         return read_model(own / FILES[point], allow=allow)
