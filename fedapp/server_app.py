@@ -415,7 +415,8 @@ class Run(Setup):
         """Register the clients; they state the model and their number if the configuration leaves these open."""
         config = self.config
         if isinstance(self.manager, VirtualCohort):
-            self.manager.enrol(members(self, self.manager.count()), by_size=bool(config.training.lr_schedule_steps))
+            there = members(self, config.data.clients or self.manager.count())
+            self.manager.enrol(there, by_size=bool(config.training.lr_schedule_steps))
         elif isinstance(self.manager, NodeCohort):
             self.manager.gather(config.data.clients)
         bodies = self.manager.agree(self.method, config.data.named_bodies)
@@ -517,10 +518,10 @@ def found_checkpoint(out: Path, identity: Mapping[str, str]) -> tuple[Progress |
     return Progress(found[0], found[1]), found[2], faults
 
 
-def members(run: Run, several: int) -> list[Member]:
-    """Return the clients of a simulation as configuration and partition say; `several` where no number is set."""
+def members(run: Run, clients: int) -> list[Member]:
+    """Return the clients of a simulation as configuration and partition say."""
     config = run.config
-    data = tasks.federated(config, config.data.clients or several)
+    data = tasks.federated(config, clients)
     return [
         Member(
             c, len(own.train) - (0 if len(own.validation) else run.method.held_out(run.hparams, len(own.train))),
