@@ -121,7 +121,7 @@ def method_names() -> list[str]:
     return [*registry.discover(), AGAIN]
 
 
-LATER = {"personal": False, "choose": False, "random_features": 0, "wire": "f64"}
+LATER = {"personal": False, "choose": False, "random_features": 0, "wire": "f64", "totals": "", "leave": False}
 """Hyperparameters that methods got after the kept runs were made, with the values that change no number."""
 
 
