@@ -92,8 +92,8 @@ class FedClassAvgClient(FedClient):
         """Warm up the body before the client's first round if asked to, then take the received arrays.
 
         Its random numbers and learning rate are those of round 1, whenever it runs: a client that is scored before it
-        first trains must get the same body. There is no warm-up where the server sends the whole model, which would
-        overwrite it.
+        first trains must get the same body. A client that receives the whole model skips the warm-up, because that
+        model would replace its result.
         """
         epochs = self.hparams.chosen.warmup_epochs
         fresh = self._loaded is None and not self._covered(payload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from fedapp.learning.state import read_safetensors
 from fedapp.settings import DataSettings
 from fedapp.tasks.node import own_data
-from tests.deployment import NODES, deployed
+from tests.deployment import NODES, Deployment, deployed
 from tests.test_deployed_nodes import out_of, warned
 from tests.test_deployment import DEPLOY
 from tests.test_features import SIDE, picture_body
@@ -20,6 +21,17 @@ from tests.test_raw_samples import COLOURS, SETTINGS, photos
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("onnxruntime")
+
+
+def start_nodes(it: Deployment, names: Sequence[str], given: Mapping[int, Mapping[str, object]]) -> None:
+    """Start a SuperLink and a node for each name, and wait until all are online."""
+    it.superlink()
+    it.register(*names)
+    for k, name in enumerate(names):
+        text = " ".join(f"{key}={value!r}" for key, value in given[k].items())
+        it.node(name, node_config=f"{text} state-dir='{it.folder}/vol-{name}/state'")
+    for name in names:
+        it.online(name, 120)
 
 
 def test_two_nodes_extract_and_a_third_with_another_mean_is_left_out(
@@ -32,13 +44,7 @@ def test_two_nodes_extract_and_a_third_with_another_mean_is_left_out(
         for k, (site, mean) in enumerate(zip(sites, (127, 127, 120), strict=True))
     }
     with deployed(tmp_path / "deployment") as it:
-        it.superlink()
-        it.register(*NODES)
-        for k, name in enumerate(NODES):
-            text = " ".join(f"{key}={value!r}" for key, value in given[k].items())
-            it.node(name, node_config=f"{text} state-dir='{it.folder}/vol-{name}/state'")
-        for name in NODES:
-            it.online(name, 120)
+        start_nodes(it, NODES, given)
         out = out_of(it, "features")
         words = [word for key, value in SETTINGS.items() if key != "method" for word in ("--set", f"{key}={value}")]
         more = ("--clients", "3", "--set", "min-clients=2", "--set", "wait-timeout=60", "--out", str(out))
@@ -74,13 +80,7 @@ def test_two_nodes_of_two_bodies_get_a_head_each(tmp_path: Path, monkeypatch: py
     plain = DataSettings(dataset="npz")
     digests = [own_data(str(given[k]["data-path"]), None, plain, o).inputs.body for k, o in enumerate(options)]
     with deployed(tmp_path / "deployment") as it:
-        it.superlink()
-        it.register(*names)
-        for k, name in enumerate(names):
-            text = " ".join(f"{key}={value!r}" for key, value in given[k].items())
-            it.node(name, node_config=f"{text} state-dir='{it.folder}/vol-{name}/state'")
-        for name in names:
-            it.online(name, 120)
+        start_nodes(it, names, given)
         out = out_of(it, "bodies")
         settings = {**SETTINGS, "bodies": ",".join(digest[:8] for digest in digests)}
         words = [word for key, value in settings.items() if key != "method" for word in ("--set", f"{key}={value}")]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedapp.core import sums
 from fedapp.core.gaussian import unpack
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors, write_safetensors
@@ -116,6 +117,19 @@ def test_a_newcomer_with_large_features_ends_the_exactness_for_good(go: Any) -> 
         np.testing.assert_allclose(totals(left)[0][name], array, atol=1e-13 * np.abs(totals(joined)[0][name]).max())
 
 
+def test_sums_that_were_rounded_once_are_never_called_exact_again(go: Any, tmp_path: Path) -> None:
+    """136 rows are too many for features of this size, the 102 that stay are not."""
+    begun = go("fed3r", "pqr")
+    with np.load(rows(["s"], tmp_path / "one.npz")) as arrays:
+        most = np.abs(arrays["x"][arrays["split"] == "train"]).max()
+    scale = 2.0 ** (26.5 - totals(begun)[1]["bits"]) / np.sqrt(118) / most
+    joined = go("fed3r", "s", totals=begun.out, scale=scale)
+    left = go("fed3r", "s", totals=joined.out, leave=True, scale=scale)
+    header = totals(left)[1]
+    assert sums.exact(102, header["largest"], header["bits"]) and not sums.exact(136, header["largest"], header["bits"])
+    assert sum(header["sites"].values()) == 102 and header["exact"] is False
+
+
 @pytest.mark.parametrize(
     ("sites", "given", "more", "words"),
     [
@@ -210,5 +224,5 @@ def test_the_sums_of_one_client_are_not_stored_and_a_difference_that_shows_them_
         assert not (run.out / "totals.safetensors").exists()
         assert any("the totals of one client are its own sums" in w for w in run.summary["warnings"])
     joined = go("lda", "s", totals=begun.out)
-    assert any("is the sums of client s: delete the former ones" in w for w in joined.summary["warnings"])
+    assert any("by the sums of client s: delete the older file" in w for w in joined.summary["warnings"])
     assert not (go("lda", "pqr", body="").out / "totals.safetensors").exists()

@@ -156,7 +156,7 @@ def test_frozen_layers_stay_in_evaluation_mode() -> None:
 
 @pytest.mark.parametrize("freeze", ["head", "head.weight", "conv", "features.conv.weight", "features.nothing"])
 def test_what_cannot_be_frozen(freeze: str, tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match=r"is no layer of the body .*such as 'features.conv'"):
+    with pytest.raises(BadRequest, match=r"does not name a layer in the body .*such as 'features.conv'"):
         built(stored(tmp_path), freeze=freeze)
 
 

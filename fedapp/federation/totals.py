@@ -53,8 +53,10 @@ def store(run: Setup, state: ServerState) -> None:
         run.warn(f"{FILE} is not stored: the totals of one client are its own sums")
         return
     if before and len(now) == 1:
-        run.warn(f"the difference between the totals and the former ones is the sums of client {next(iter(now))}: "
-                 f"delete the former ones if nobody may know them")  # fmt: skip
+        run.warn(
+            f"the new totals differ from the former ones by the sums of client {next(iter(now))}: delete the older "
+            "file to keep them private"
+        )
     arrays = {name: pack(array) if name == "a" else array for name, array in found["sums"].items()}
     kept = {name: found[name] for name in ("bits", "largest", "scale", "exact")}
     write_safetensors(run.directory.path / FILE, arrays, {**_identity(run), **kept, "sites": sites})
@@ -71,21 +73,21 @@ def read(run: Setup) -> ServerState | None:
     hparams: Any = run.config.method_and_hparams()[1]
     if not getattr(hparams, "totals", ""):
         return None
-    path, told = Path(hparams.totals), f"totals = '{hparams.totals}'"
+    path, told, here = Path(hparams.totals), f"totals = '{hparams.totals}'", _identity(run)
     try:
         arrays, header, _ = read_checked(path / FILE if path.is_dir() else path, remedy="take a good copy of it")
-        identity = {name: header[name] for name in _identity(run)}
+        there = {name: header[name] for name in here}
     except (StateError, KeyError) as e:
         raise BadRequest(f"{told}: no totals: {e}. A run of exact sums without secure-sum stores them") from e
-    for name, own in _identity(run).items():
-        if identity[name] != own:
-            raise BadRequest(f"{told}: {name} is {identity[name]} there and {own} here: totals need the same")
+    for name, own in here.items():
+        if there[name] != own:
+            raise BadRequest(f"{told}: {name} is {there[name]} there and {own} here: totals need the same")
     try:
         kept = Kept.model_validate(header)
     except ValidationError as e:
         first = e.errors()[0]
         raise BadRequest(f"{told} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from e
-    if fault := _fault(arrays, kept, *identity["classes and features"]):
+    if fault := _fault(arrays, kept, *here["classes and features"]):
         raise BadRequest(f"{told} is damaged: {fault}: take a good copy of it")
     _check_sites(run, kept.sites, told, leave=hparams.leave)
     whole = {name: unpack(a, arrays["b"].shape[1]) if name == "a" else a for name, a in arrays.items()}

@@ -136,8 +136,8 @@ def freeze(name: str, model: nn.Module, prefixes: str) -> None:
         if path == "head" or path.startswith("head.") or path not in layers or not path:
             top = [n for n in layers if n.count(".") == 1 and n.startswith("features.")]
             raise BadRequest(
-                f"freeze = '{path}' is no layer of the body of '{name}': name features, or layers of it such as "
-                f"{_some(top)}"
+                f"freeze = '{path}' does not name a layer in the body of '{name}': use features, or layers such "
+                f"as {_some(top)}"
             )
         layer = layers[path]
         layer.requires_grad_(False)

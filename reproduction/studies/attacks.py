@@ -227,9 +227,9 @@ def fits(method: str, attack: str, rule: str) -> bool:
     return takes and (method == "ccvr" or attack not in ON_STATISTICS) and (attack != "count" or "count-cap" in known)
 
 
-def members(run: server_app.Run, several: int, attack: str) -> list[Member]:
+def members(run: server_app.Run, clients: int, attack: str) -> list[Member]:
     """Return the clients of a run; liars may be registered with a count that they made up, as on real nodes."""
-    found = _members(run, several)
+    found = _members(run, clients)
     lies = attack in ("count", "permute")
     return [dataclasses.replace(m, examples=CLAIMED) if lies and m.client in LIARS else m for m in found]
 
@@ -270,7 +270,7 @@ def measure(
         config = prepare(values, folder)
     flat = configuration.for_context(config)
     try:
-        with mock.patch.object(server_app, "members", lambda run, several: members(run, several, attack)):
+        with mock.patch.object(server_app, "members", lambda run, clients: members(run, clients, attack)):
             server_app.serve(AttackedGrid(flat, attack), flat)
     except Exception as e:
         return {"accuracy": 0.0, "ended": f"{type(e).__name__}: {e}"[:200]}
