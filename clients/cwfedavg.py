@@ -88,6 +88,9 @@ class CwFedAvgHParams(BaseHParams):
         description="class distributions: read from the uploaded heads, or the true ones, which clients then send "
         "(Table 4; gives privacy up)",
     )
+    share: Literal["all", "head"] = Field(
+        "all", description="what travels: the whole model (paper), or the head alone, over private bodies of any form"
+    )
     tau: float = Field(
         0.0,
         ge=0,

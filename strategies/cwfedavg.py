@@ -16,7 +16,7 @@ line 9, Eq. 5:  g_j = sum_i q_ij theta_i   over C^t
         Eq. 6:  q_ij = n_i p~_ij / sum_i' n_i' p~_i'j.
 For at most K uploads, lines 9 and 6 together are one product, theta_i = (p~_i Q^T) Theta. For more uploads, Q^T Theta
 comes first: it needs less memory, and from 2K uploads on less work too.
-Layers that are not in `layers` are averaged as in FedAvg.
+Layers that are not in `layers` are averaged as in FedAvg. With `share=head` theta_i is the head alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
 from fedapp.core.classwise import Uploads, class_globals, class_weights, mix, norm_distribution, weakly_held
 from fedapp.learning.metrics import mean, tidy
-from fedapp.method import Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.method import HEAD, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Mean, Reduced
 from strategies.base import Strategy
 
@@ -164,8 +164,13 @@ def _rows(state: ServerState) -> list[Arrays]:
 
 
 def _resolve(hparams: CwFedAvgHParams, lookup: Callable[[str], Method]) -> Method:
-    """Only the ablation may send label distributions."""
-    return dataclasses.replace(METHOD, extra_up=("distribution",)) if hparams.dist == "empirical" else METHOD
+    """Only the ablation may send label distributions; bodies that do not travel may differ."""
+    method = dataclasses.replace(METHOD, extra_up=("distribution",)) if hparams.dist == "empirical" else METHOD
+    if hparams.share == "all":
+        return method
+    return dataclasses.replace(
+        method, shared=HEAD, heterogeneous=True, travels="the head, both ways; each client gets its own"
+    )
 
 
 def _warn(hparams: CwFedAvgHParams, optimizer: str, augment: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -552,6 +553,33 @@ def test_nothing_but_the_model_leaves_a_client() -> None:
     arrays = two.train_round(payload, 1)[0]
     assert set(arrays) == {*model.state_dict(), "distribution"}
     assert arrays["distribution"].tolist() == [0.5, 0.25, 0.25, 0.0] and arrays["distribution"].dtype == np.float32
+
+
+def test_heads_alone_are_blended_over_private_bodies_of_two_widths() -> None:
+    """One round by clients with adapters on 5 and on 3 features, against the double loops on their heads."""
+    hparams = CwFedAvgHParams(share="head")
+    method, rng = resolve(METHOD, hparams), torch.Generator().manual_seed(3)
+    heads, clients = [f"head.{part}" for part in ("weight", "bias")], []
+    for client, width in enumerate((5, 3, 5)):
+        y = torch.randint(0, 4, (20 + client,), generator=rng)
+        x, plain = torch.randn(len(y), width, generator=rng), InputSpec((width,), 1.0, (0.0,), (1.0,), "table")
+        given = replace(task(y.tolist(), 4), client=client, inputs=plain, model="adapter")
+        clients.append(CwFedAvgClient(replace(given, x_train=x, x_test=x[:2]), method, hparams))
+    initial = handmade.head_of(build_model("adapter", num_classes=4, shape=(5,), seed=0)).all()
+    server = CwFedAvg(method, hparams)
+    start = server.init(context(initial, 4))
+    replies = []
+    for client, one in enumerate(clients):
+        arrays, n, _ = one.train_round(server.send(start, 1, client), 1)
+        assert sorted(arrays) == sorted(heads) and n == 20 + client
+        replies.append(Reply(client, n, arrays, {}))
+    state = server.aggregate(start, 1, iter(replies))
+    p = {r.client: slow_pt(r.arrays["head.weight"]) for r in replies}
+    for client in range(3):
+        got, wanted = server.send(state, 2, client).all(), slow(replies, p, p[client], heads, 4)
+        assert got.keys() == wanted.keys() == set(heads)
+        for name in heads:
+            np.testing.assert_allclose(got[name], wanted[name], rtol=2e-5, atol=3e-6)
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

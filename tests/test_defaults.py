@@ -53,7 +53,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "warmup_epochs": None,
         "beta1": 0.5,
     },
-    "cwfedavg": {"lam": "auto", "wdr": "paper", "layers": "output", "dist": "approx", "tau": 0.0},
+    "cwfedavg": {"lam": "auto", "wdr": "paper", "layers": "output", "dist": "approx", "tau": 0.0, "share": "all"},
     "fedgh": {
         "header_lr": 0.01,
         "header_batch": "sample",

@@ -289,10 +289,14 @@ def test_features_of_two_bodies_are_never_added(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("method", "apart"), [("lgfedavg", True), ("fedgh", True), ("fedclassavg", True), ("fedavg", False)]
-)
+    ("method", "args", "apart"),
+    [
+        ("lgfedavg", "", True), ("fedgh", "", True), ("fedclassavg", "", True), ("cwfedavg", "share=head", True),
+        ("fedavg", "", False),
+    ],
+)  # fmt: skip
 def test_clients_of_two_bodies_share_a_head_behind_private_adapters(
-    method: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, args: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEDAPP_STATE", str(tmp_path / "home"))
     places = [features(tmp_path / f"{k}.npz", body, client=False, seed=k) for k, body in enumerate("aab")]
@@ -303,7 +307,7 @@ def test_clients_of_two_bodies_share_a_head_behind_private_adapters(
             )
     nodes = {70 + k: {"client-id": k, "data-path": str(place)} for k, place in enumerate(places)}
     values = {"dataset": "npz", "model": "adapter", "class-names": "0,1,2,3", "num-server-rounds": 1}
-    summary, grid, events = start(tmp_path, nodes, method=method, **values)
+    summary, grid, events = start(tmp_path, nodes, method=method, **{**values, "method-args": args})
     assert ("train" in grid.told[72]) == apart
     assert ("the body of client 2" in " ".join(map(str, events))) != apart
     assert np.isfinite(summary["accuracy"]["received"]["last"])

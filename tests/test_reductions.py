@@ -40,6 +40,7 @@ REDUCTIONS: list[tuple[str, str, str, int, str, dict[str, Any]]] = [
     ("scaffold weights=samples correct=false", "fedavg", "weights=samples", 2, SCORES, {"lr": 0.1, "momentum": 0.0}),
     ("cwfedavg layers=none lam=0", "fedavg", "lam=0", 2, "", HALF),
     ("cwfedavg layers=all lam=0", "fedavg", "layers=all", 1, "", ONE_CLIENT),
+    ("cwfedavg share=head layers=none lam=0", "lgfedavg", "share=head lam=0", 2, "", {**HALF, **MIXED}),
     ("cfl start_round=99 weighting=samples", "fedavg", "start_round=99", 2, "", HALF),
     ("ifca clusters=1", "fedavg", "clusters=2", 0, "", HALF),
     ("fedper share=all start=own", "fedavg", "share=features", 2, "", HALF),

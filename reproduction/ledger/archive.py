@@ -44,6 +44,11 @@ PLACES = ("data-dir", "out", "resume", "state-dir", "federation", "keep-models",
 """Run-config keys that say where a run was made and what it leaves on disk, and not what it is."""
 REQUIRED = ("final-training",)
 """Run-config keys that changed what scores mean when they came: a run whose config lacks one has other scores."""
+LATER = {
+    "personal": False, "choose": False, "random_features": 0, "wire": "f64", "totals": "", "leave": False,
+    "share": "all",
+}  # fmt: skip
+"""Hyperparameters that methods got after runs were kept, with the values that change no number."""
 TABLES = ("final", "rounds", "evaluations")
 COLUMNS = re.compile(r"round|client|clients|dropped|bytes_up|bytes_down|[a-z]+_(accuracy|correct|total)")
 """Columns of the tables that are kept: those that `claims` and `reproduce` read."""
@@ -133,7 +138,7 @@ def differing(key: RunKey, flat: Mapping[str, Any], hparams: Mapping[str, Any]) 
 
     A run-config key that is younger than the run counts with its default, since a default leaves numbers as they were.
     The keys of :data:`REQUIRED` are the exception: a run without them differs. Hyperparameters must be the same in
-    name and value, since a new one says what the method did not do before.
+    name and value, since a new one says what the method did not do before, unless :data:`LATER` has its value.
 
     Raises
     ------
@@ -143,8 +148,9 @@ def differing(key: RunKey, flat: Mapping[str, Any], hparams: Mapping[str, Any]) 
     there, _ = identity(configuration.from_flat(configuration.without_former(flat)))
     pairs = {k: (repr(there[k]), repr(wanted[k])) for k in wanted if there[k] != wanted[k]}
     pairs |= {k: ("missing", repr(wanted[k])) for k in REQUIRED if k not in flat}
+    kept = {name: value for name, value in LATER.items() if name in wanted_hparams}
     for k in dict.fromkeys([*hparams, *wanted_hparams]):
-        old, new = (repr(d[k]) if k in d else "missing" for d in (hparams, wanted_hparams))
+        old, new = (repr(d[k]) if k in d else "missing" for d in ({**kept, **hparams}, wanted_hparams))
         if old != new:
             pairs[k] = (old, new)
     return "; ".join(f"{k} = {there} there, {now} now" for k, (there, now) in pairs.items())

@@ -23,7 +23,7 @@ from fedapp.tasks.simulated import federated
 from reproduction.studies.frozen import SETTINGS
 from reproduction.studies.frozen_gradient import EVEN, SEEDS, STEPS, step_of
 
-METHODS = ("local", "lgfedavg", "fedgh", "fedclassavg")
+METHODS = ("local", "lgfedavg", "fedgh", "fedclassavg", "cwfedavg(share=head)")
 WIDTH = 24
 """Random projections that stand for the features of a weak body."""
 ROUNDS = 15
@@ -47,9 +47,10 @@ def measured(method: str, folder: Path, out: Path) -> list[str]:
     """Return the method's row: its step, and for each body the mean over clients, with the spread over seeds."""
     values = {**EVEN, "rounds": ROUNDS, "data_dir": folder, "partition": "by-client", "model": "adapter"}
     step = step_of(method, STEPS["banking77"], values, out / f"{method}-search")
+    name, _, args = method.rstrip(")").partition("(")
     scores = []
     for seed in range(SEEDS):
-        final = run(method=method, lr=step, seed=seed, out=out / f"{method}-s{seed}", **values).final
+        final = run(method=name, method_args=args, lr=step, seed=seed, out=out / f"{method}-s{seed}", **values).final
         own = final.set_index(final["name"].astype(int))["trained_accuracy"]
         scores.append([own[own.index % 2 == odd].mean() for odd in (0, 1)])
     return [method, f"{step:g}", *(spread(column) for column in np.transpose(scores).tolist())]

@@ -184,6 +184,13 @@ def test_a_run_whose_method_has_a_new_hyperparameter_is_noticed(tmp_path: Path) 
     assert found.stale[keys[1]].endswith("former = 1 there, missing now")
 
 
+def test_a_later_hyperparameter_that_changes_no_number_leaves_earlier_runs_as_they_are(tmp_path: Path) -> None:
+    folder = kept(tmp_path, keys_of([("cw-mnist", "cwfedavg")]))
+    edited(folder, "cw-mnist", lambda line: line["hparams"].pop("share"))
+    edited(folder, "cw-mnist", lambda line: line["hparams"].update(share="head"), 2)
+    assert [*archive.read(folder).stale.values()] == [f"made by fedapp {VERSION}: share = 'head' there, 'all' now"]
+
+
 def test_runs_before_the_final_training_count_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their trained score is that of the last round's training."""
     folder = kept(tmp_path)
