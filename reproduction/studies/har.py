@@ -23,10 +23,10 @@ from fedapp import registry
 from fedapp.experiments import compare, recipes
 from fedapp.experiments.shipped import Entry
 from fedapp.results.directory import write_text
-from fedapp.results.intervals import differences_of
+from fedapp.results.intervals import differences_of, margin_of
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import DASH, harm, resolution, spread, tally, worst
-from reproduction.studies.choosing import DOCS, Score, headline
+from reproduction.studies.choosing import DOCS, Score, headline, in_points
 
 SEEDS = 3
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,20 +119,37 @@ def levels_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
 
 
 def methods_table(runs: Sequence[Kept]) -> list[str]:
-    """Build the table of all methods, each against training alone with the same seed, with 90 % intervals."""
+    """Build the table of all methods, each against training alone with the same seed, with one interval for all rows.
+
+    Standalone again compares the models of each seed with those of the next: chance alone.
+    """
     alone, rows = {run.seed: run for run in runs if run.method == "local"}, []
-    for name in dict.fromkeys(run.method for run in runs):
-        here, used = [run for run in runs if run.method == name and run.seed in alone], headline(name)
+    names = dict.fromkeys(run.method for run in runs)
+    by = {name: [run for run in runs if run.method == name and run.seed in alone] for name in names}
+    gains = {
+        name: [r.accuracies(headline(name)).mean() - alone[r.seed].accuracies("trained").mean() for r in here]
+        for name, here in by.items()
+        if name != "local"
+    }
+    found = differences_of(gains, max(resolution(run.total) for run in runs))
+    for name, here in by.items():
         received = DASH if name == "local" else both([run.accuracies("received") for run in here])
-        trained, difference, sides = both([run.accuracies("trained") for run in here]), DASH, DASH
-        if name != "local":
-            gains = [run.accuracies(used).mean() - alone[run.seed].accuracies("trained").mean() for run in here]
-            found = differences_of({"": gains}, max(resolution(run.total) for run in here))[""]
-            low, high = (f"{100 * (found.mean + side * found.inner):+.1f}" for side in (-1, 1))
-            difference = f"{100 * found.mean:+.1f} ({low} to {high})"
-            sides = tally([harm(run.counts(used), alone[run.seed].counts("trained")) for run in here])
+        trained, used = both([run.accuracies("trained") for run in here]), headline(name)
+        difference = DASH if name == "local" else in_points(found[name])
+        against = [*here[1:], *here[:1]] if name == "local" else [alone[run.seed] for run in here]
+        sides = tally([harm(run.counts(used), other.counts("trained")) for run, other in zip(here, against)])
         rows.append((registry.get(name).title, received, trained, used, difference, sides))
-    return markdown("method|received|trained|headline|to training alone|gain / same / lose:", rows)
+    level = float(np.mean([run.accuracies("trained").mean() for run in alone.values()]))
+    margin = margin_of(level, float(np.median([run.total for run in runs])))
+    words = {name: difference.word(margin).partition(" ")[0].rstrip(",") for name, difference in found.items()}
+    decided = (
+        f"{side}: {', '.join(registry.get(m).title for m, word in words.items() if word == side.lower()) or 'none'}."
+        for side in ("Better", "Worse", "Equal")
+    )
+    return [
+        *markdown("method|received|trained|headline|to training alone|gain / same / lose:", rows), "",
+        f"Against training alone, with a margin of {100 * margin:.1f} points. {' '.join(decided)} The others are open.",
+    ]  # fmt: skip
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.pages import replaced
 from fedapp import registry
 from fedapp.experiments import recipes
+from fedapp.results.intervals import differences_of
 from fedapp.results.runs import RunResult
 from reproduction.studies import har
 
@@ -68,10 +69,32 @@ def test_one_command_runs_both_comparisons_and_makes_the_tables(
 def test_the_page_holds_the_table_of_the_kept_runs() -> None:
     text = (har.DOCS / "har.md").read_text(encoding="utf-8")
     lines = har.methods_table(har.load(har.DOCS / "har.jsonl"))
-    assert len(lines) == 2 + 21
+    assert len(lines) == 2 + 21 + 2
     assert replaced(text, "all-methods", lines) == text, "run: python -m reproduction study har --doc docs/har.md"
 
 
 def test_every_method_has_a_row_in_the_recipe() -> None:
     assert set(recipes.shipped()["har"].rows) == set(registry.discover())
     assert all(title == registry.get(name).title for name, title in recipes.shipped()["har"].rows.items())
+
+
+def test_one_interval_holds_for_all_rows_and_another_seed_shows_harm_by_chance() -> None:
+    """Four persons of 100 rows; seeds of Standalone differ by 10 or 20 rows of two persons."""
+
+    def kept(method: str, seed: int, *right: int) -> har.Kept:
+        return har.Kept(method=method, seed=seed, total=(100,) * 4, received=right, trained=right)
+
+    alone = [(50, 70, 60, 60), (70, 50, 60, 60), (60, 50, 60, 60)]
+    shifts = {"fedgh": (9, 10, 11), "lgfedavg": (-20, -21, -22), "fedper": (0, 1, -2)}
+    runs = [kept("local", seed, *right) for seed, right in enumerate(alone)]
+    runs += [kept(m, s, *(c + by for c in alone[s])) for m, shift in shifts.items() for s, by in enumerate(shift)]
+    lines = har.methods_table(runs)
+    rows = {line.split(" | ")[0].removeprefix("| "): line.rstrip(" |").split(" | ") for line in lines[2:6]}
+    wanted = differences_of({m: [s / 100 for s in shift] for m, shift in shifts.items()}, 1 / 400)["fedgh"]
+    shown = f"+10.0 ({100 * wanted.low:+.1f} to {100 * wanted.high:+.1f})"
+    assert rows["FedGH"][4:] == [shown, "4 / 0 / 0"]
+    assert rows["Standalone"][4:] == ["–", "1 / 2.3 / 0.7"]
+    assert lines[-1] == (
+        "Against training alone, with a margin of 1.0 points. Better: FedGH. Worse: LG-FedAvg. Equal: none. The others "
+        "are open."
+    )
