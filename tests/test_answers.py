@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from fedapp import cli, registry
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
-from fedapp.results.answers import Answer, alerts_of, answers_of, screen
+from fedapp.results.answers import Answer, alerts_of, answers_of, payload_of, screen
 from fedapp.results.runs import Comparison, read_comparison
+from tests import madeup
 from tests.madeup import scored as comparison
 
 ALONE = [0.8, 0.81, 0.79]
@@ -122,6 +123,38 @@ def test_a_difference_within_the_margin_is_said_to_be(tmp_path: Path) -> None:
     assert re.search(r"FedAvg by 0\.5 points \(\+0\.\d to \+0\.\d; less than the margin of 1\.0\)", told)
 
 
+def test_seeds_that_agree_have_an_interval_with_two_ends(tmp_path: Path) -> None:
+    comparison(tmp_path, {"local": [0.8] * 3, "fedavg": [0.85] * 3, "lgfedavg": [0.8] * 3}, clients=30, rows=1000)
+    shown = " ".join(screen(Comparison(tmp_path, ())).split())
+    assert "FedAvg by 5.0 points (+4.997 to +5.003). Equal to training alone within 1.0 points: " in shown
+    assert "LG-FedAvg 80.0 +0.0 -0.003 to +0.003 0/30/0" in shown
+    whole = " ".join(screen(Comparison(tmp_path, ()), everything=True).split())
+    assert "FedAvg +5.0 (+4.997 to +5.003), better by more than the margin of 1.0." in whole
+    assert "only differences above about 0.004 points would show, with 5 seeds 0.002, with 10 seeds 0.001" in shown
+
+
+def test_a_method_that_failed_is_in_its_place_and_says_whether_the_same_command_helps(tmp_path: Path) -> None:
+    madeup.comparison(tmp_path, ["fedavg", "local", "fedclassavg"], failed=["fedavg"])
+    (tmp_path / "runs" / "fedavg-s1" / "error.json").write_text('{"message": "no space left"}')
+    found = read_comparison(tmp_path)
+    assert [run.failure for run in found.runs if not run.ok] == [
+        "the loss is not finite (the same command would fail in the same way)",
+        "no space left (the same command continues it)",
+        "the loss is not finite (the same command would fail in the same way)",
+    ]
+    alert = "FedAvg failed (3 of 3 seeds): the loss is not finite (the same command would fail in the same way)"
+    assert alerts_of(found, answers_of(found))[0] == alert
+    everything = CliRunner().invoke(cli.app, ["show", str(tmp_path), "--all"]).stdout
+    names = re.findall(r"│ (FedAvg|Standalone|FedClassAvg) +│", everything.partition("Further")[0])
+    assert names[:3] == ["FedAvg", "Standalone", "FedClassAvg"]
+
+
+def test_a_comparison_without_the_reference_has_no_columns_of_differences(tmp_path: Path) -> None:
+    madeup.comparison(tmp_path, ["fedavg", "local"], failed=["local"])
+    shown = screen(Comparison(tmp_path, ()), everything=True)
+    assert "interval" not in shown and "ref." not in shown and "No differences: Standalone" in shown
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_number_is_cut_and_no_word_broken(width: int, four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -144,6 +177,7 @@ def test_alerts_name_what_must_be_known_first(tmp_path: Path) -> None:
         "Few test rows: 20 of the median client, so one row is 5.0 points of its score.",
     ]
     lines = screen(found).splitlines()
+    assert any(line.startswith("LG-FedAvg helps 0 of 1 client and harms 0") for line in lines)
     assert sum(line.startswith(("! ", "  ")) and not line.startswith("  details") for line in lines) <= 6
     assert any(re.match(r"! \d more alert", line) for line in lines)
 
@@ -169,6 +203,12 @@ def test_titles_from_a_foreign_folder_reach_the_terminal_as_text(four: Path) -> 
         pd.read_csv(four / f"{name}.csv").assign(dataset="\x1b[31mred").to_csv(four / f"{name}.csv", index=False)
     shown = CliRunner().invoke(cli.app, ["show", str(four), "--all"]).stdout
     assert "\x1b" not in shown and r"\x1b[31mred" in shown
+
+
+def test_the_payload_is_that_of_the_row_and_says_whether_it_shows_classes() -> None:
+    assert payload_of("cwfedavg") == "Exchanged: the whole model, both ways; each client gets its own."
+    assert payload_of("cwfedavg(share=head lr=0.1)") == "Exchanged: the head, both ways; each client gets its own."
+    assert payload_of("fedgh").endswith("the head down. The payload shows a client's classes.")
 
 
 def test_a_method_that_is_not_installed_is_shown_without_its_payload(four: Path) -> None:

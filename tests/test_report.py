@@ -345,7 +345,7 @@ def test_a_method_that_failed_is_in_the_table_and_in_the_plot(tmp_path: Path) ->
     row = next(r for r in found.rows if r and r[0] == "FedProx")
     assert row[-1] == "failed" and set(row[1:-1]) == {"–"}
     assert "FedProx failed (3 of 3 seeds): the loss is not finite" in found.said
-    again = "the loss is not finite (the same command again would fail in the same way)"
+    again = "the loss is not finite (the same command would fail in the same way)"
     assert [again, ", ".join(f"runs/fedprox-s{seed}" for seed in range(3))] in found.rows
     text = (out / "report.html").read_text(encoding="utf-8")
     plot = text[text.index('<figure id="forest-headline"') :]

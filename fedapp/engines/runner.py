@@ -28,7 +28,7 @@ from fedapp.learning.task import ModelSpec
 from fedapp.models import selection
 from fedapp.results import lines
 from fedapp.results.directory import only_writer
-from fedapp.results.runs import UNADJUSTED, RunResult, read_json
+from fedapp.results.runs import NO_TESTS, UNADJUSTED, RunResult, read_json
 from fedapp.results.statistics import percent, privacy
 from fedapp.results.terminal import Screen, announce, echo, print_fitting
 from fedapp.tasks import simulated as tasks
@@ -257,7 +257,7 @@ def print_run(run: RunResult, everything: bool) -> None:
     if not run.ok:
         raise BadRequest(f"{run.out} has not finished: {run.failure}")
     if not run.headline:
-        raise BadRequest(f"{run.out} holds no score: no client has test rows")
+        raise BadRequest(f"{run.out} holds no score: {NO_TESTS}")
     print_summary(run.summary)
     if everything:
         scores = [column for column in run.final if column.endswith(("_accuracy", "_balanced"))]

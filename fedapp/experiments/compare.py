@@ -560,7 +560,6 @@ def run(plan: Plan, out: Path | None, engine: str = "local", workers: int | None
     _report(out, finished)
     lasting = {job.name: job.result.failure for job in (*jobs, *tabled) if job.name in failed and job.result.repeats}
     told = [f"{name} failed: {why}" for name, why in lasting.items()]
-    told += ["the same command again would fail in the same way"] if lasting else []
     if passing := [name for name in failed if name not in lasting]:
         told.append(f"failed: {', '.join(passing)} (the same command continues when the cause above is gone)")
     for line in (*told, *unchosen):

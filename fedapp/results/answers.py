@@ -18,7 +18,7 @@ from fedapp import registry
 from fedapp.errors import BadRequest, counted
 from fedapp.lazy import pd
 from fedapp.results import intervals
-from fedapp.results.runs import Comparison, RunResult, tells_of
+from fedapp.results.runs import NO_TESTS, Comparison, RunResult, tells_of
 from fedapp.results.statistics import DASH, mean_and_std, percent, size, tally
 
 SETTING = ["dataset", "partition", "alpha", "classes_per_client", "sweep"]
@@ -72,7 +72,8 @@ class Answer:
     def reference(self) -> str:
         """Label of the method that the others are compared with."""
         known = self.differences["reference"] if len(self.differences) else ()
-        return str(next(iter([*known, *filter(None, [self.alone]), *self.table["variant"]])))
+        lost = self.table.loc[self.table["method"] == "local", "variant"]  # it was meant as the reference
+        return str(next(iter([*known, *lost, *self.table["variant"]])))
 
     @cached_property
     def alone(self) -> str:
@@ -102,8 +103,7 @@ class Answer:
     @property
     def seeds(self) -> int:
         """The most seeds of a method that is compared with the reference; one that lost some has no interval alone."""
-        compared = [row["seeds"] for row in self.tests.get("headline", {}).values()]
-        return int(max(compared, default=self.finished["seed"].nunique()))
+        return int(max((row["seeds"] for row in self.tests.get("headline", {}).values()), default=0))
 
     @property
     def clients(self) -> int:
@@ -162,12 +162,12 @@ class Answer:
         rows = sorted(self.tests["headline"].items(), key=lambda item: -abs(item[1]["mean_difference"]))
         for label, row in rows:
             side, _, how = str(row["word"] or "open").partition(" ")
-            less = f"; less than the margin of {100 * row['margin']:.1f}" * ("less" in how)
+            less = f"; less than the margin of {intervals.size_of(row['margin'])}" * ("less" in how)
             by = f" by {100 * abs(row['mean_difference']):.1f} points ({intervals.interval_text(row)}{less})"
             side = side.rstrip(",")
             groups.setdefault(side, []).append(self._short(label, shorter) + by * (side in ("better", "worse")))
         reference = self.name(self.reference)
-        margin = f"{100 * rows[0][1]['margin']:.1f} points" if rows else ""
+        margin = f"{intervals.size_of(rows[0][1]['margin'])} points" if rows else ""
         heads = {
             "better": f"Better than {reference}", "worse": f"Worse than {reference}",
             "equal": f"Equal to {reference} within {margin}", "open": "Not decided",
@@ -197,9 +197,10 @@ class Answer:
         if math.isnan(gain):
             return ""
         clients = tally([[gain + same + lose]])
+        clients += " client" if clients == "1" else " clients"
         against = "" if self.reference == self.alone else "Against training alone, "
         helps, harms = tally([[gain]]), tally([[lose]])
-        text = f"{against}{self._short(self.leader, shorter)} helps {helps} of {clients} clients and harms {harms}"
+        text = f"{against}{self._short(self.leader, shorter)} helps {helps} of {clients} and harms {harms}"
         if len(self.again):
             by_chance = (tally(self.again[[column]].to_numpy()) for column in ("gain", "lose"))
             text += f"; by chance (training alone, run again) {' and '.join(by_chance)}"
@@ -221,12 +222,7 @@ class Answer:
         sent = (
             f"A client of {self._short(self.leader, shorter)} sends {size(self.mean(self.leader, 'bytes_up'))} {often}."
         )
-        try:
-            method = registry.get(self.leader.partition("(")[0])
-        except BadRequest:  # a method that is not installed here
-            return sent
-        shown = "" if method.class_threshold(method.hparams()) is None else ", including numbers for single classes"
-        return f"{sent} Exchanged: {method.travels}{shown}."
+        return f"{sent} {payload_of(self.leader)}".rstrip()
 
     def power(self) -> str:
         """Say which differences so few seeds can show; empty without a method."""
@@ -281,6 +277,19 @@ class Answer:
             yield f"Few test rows: {rows:.0f} of the median client, so one row is {100 / rows:.1f} points of its score."
 
 
+def payload_of(label: str) -> str:
+    """Say what a method exchanges and whether it shows single classes; empty where the method is not installed here."""
+    name, _, own = label.partition("(")
+    try:
+        fields = registry.get(name).hparams.model_fields
+        args = (arg for arg in own.rstrip(")").split() if arg.partition("=")[0].replace("-", "_") in fields)
+        method, hparams = registry.configured(name, " ".join(args))
+    except BadRequest:
+        return ""
+    shown = "" if method.class_threshold(hparams) is None else " The payload shows a client's classes."
+    return f"Exchanged: {method.travels}.{shown}"
+
+
 def _listed(names: Sequence[str], most: int = 2) -> str:
     if len(names) <= most:
         return " and ".join(names)
@@ -302,7 +311,7 @@ def answers_of(comparison: Comparison) -> list[Answer]:
     table = table.assign(failed=table["failed"].astype(object).where(table["failed"].notna(), ""))
     table = table.reindex(columns=dict.fromkeys([*table, *sorted(needed)]))
     if (table["failed"] == "").any() and table["headline_last"].isna().all():
-        raise BadRequest(f"{comparison.out} holds no score: no client has test rows")
+        raise BadRequest(f"{comparison.out} holds no score: {NO_TESTS}")
     settings = table.groupby(SETTING, dropna=False, sort=False)
     return [Answer(part, _rows(again, key), _rows(tests, key)) for key, part in settings]
 
@@ -443,9 +452,9 @@ def _table(answer: Answer, width: int, lines: int | None) -> list[str]:
 
 
 def heads_of(answer: Answer) -> list[str]:
-    """Return the heads of a row's cells, of two lines each; with one seed there are no differences."""
+    """Return the heads of a row's cells, of two lines each; below two seeds there are no differences."""
     against = f"vs\n{ALONE if answer.reference == answer.alone else 'ref.'}"
-    differences = {1: [], 2: [f"{against}, by seed"]}.get(answer.seeds, [against, "95 %\ninterval"])
+    differences = {0: [], 1: [], 2: [f"{against}, by seed"]}.get(answer.seeds, [against, "95 %\ninterval"])
     return ["\n", "own\ntest", *differences, "gain/same\n/lose", "all\nclasses", "up/\nround"]
 
 
@@ -461,7 +470,7 @@ def cells_of(answer: Answer, rows: pd.DataFrame, test: dict[str, Any] | None) ->
         return mean_and_std(rows[column])[0]
 
     if answer.seeds < 3:
-        differences = [[], [DASH if test is None else intervals.by_seed(test)]][answer.seeds - 1]
+        differences = [DASH if test is None else intervals.by_seed(test)] if answer.seeds == 2 else []
     elif test is None or test["seeds"] < 3:
         differences = [DASH] * 2
     else:

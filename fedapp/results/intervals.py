@@ -27,6 +27,8 @@ FEW_SEEDS = 6
 """From this number of seeds on each row keeps its own variance."""
 FEW_ROWS = 3
 """Fewer rows have no common variance."""
+MOST_DIGITS = 4
+"""Most digits of a number of points."""
 FEWEST_PARTITIONS = 4
 """Fewer partitions say nothing of their variance: with two, its interval spans a factor of 5,000."""
 
@@ -203,7 +205,8 @@ def in_words(row: Mapping[str, Any]) -> str:
     """
     if row["seeds"] < 3:
         return by_seed(row)
-    return f"{points(row['mean_difference'])} ({interval_text(row)}), {row['word']}"
+    word = str(row["word"]).replace("the margin", f"the margin of {size_of(row['margin'])}")
+    return f"{points(row['mean_difference'])} ({interval_text(row)}), {word}"
 
 
 def points(share: float) -> str:
@@ -211,9 +214,21 @@ def points(share: float) -> str:
     return f"{100 * share:+.1f}"
 
 
+def interval_of(low: float, high: float) -> str:
+    """Write an interval of shares in points, with the digits that its ends need to differ from each other and zero."""
+    texts = ([f"{100 * end:+.{digits}f}" for end in (low, high)] for digits in range(1, MOST_DIGITS + 1))
+    return " to ".join(next((ends for ends in texts if len({0.0, *map(float, ends)}) == 3), map(points, (low, high))))
+
+
 def interval_text(row: Mapping[str, Any]) -> str:
     """Write the interval of a row of `significance.csv` in points."""
-    return f"{points(row['low'])} to {points(row['high'])}"
+    return interval_of(row["low"], row["high"])
+
+
+def size_of(share: float) -> str:
+    """Write a distance in points, with as many digits as it needs to be above zero."""
+    texts = (f"{100 * share:.{digits}f}" for digits in range(1, MOST_DIGITS + 1))
+    return next((text for text in texts if float(text)), "0.0")
 
 
 def by_seed(row: Mapping[str, Any]) -> str:
@@ -238,7 +253,7 @@ def power_text(seeds: int, rows: int, reference: str, spread: float, seconds: fl
         what = "One seed: no differences are shown" if seeds == 1 else "Two seeds: differences are shown, not judged"
         return f"{what}. --seeds 3 adds {duration(seconds * (3 - seeds))} of runs."
     more = [n for n in (5, 10) if n > seeds]
-    seen = {n: f"{100 * spread * smallest_seen(n, rows):.1f}" for n in (seeds, *more)}
+    seen = {n: size_of(spread * smallest_seen(n, rows)) for n in (seeds, *more)}
     shown = f"only differences above about {seen[seeds]} points would show"
     text = f"{seeds} seeds, {counted(rows, 'method')} against {reference}: "
     text += ", ".join([shown, *(f"with {n} seeds {seen[n]}" for n in more)])

@@ -420,9 +420,8 @@ def _link(run: RunResult, comparison: Comparison) -> str:
 
 def _comparison_warnings(comparison: Comparison) -> Table:
     seen: dict[str, list[str]] = {}
-    then = {True: "the same command again would fail in the same way", False: "the same command continues it"}
     for run in comparison.runs:
-        failed = [] if run.ok else [f"{run.failure} ({then[run.repeats]})"]
+        failed = [] if run.ok else [run.failure]
         for text in (*map(str, run.summary.get("warnings") or ()), *failed):
             seen.setdefault(text, []).append(place(run, comparison))
     return Table(["warning", "runs"], [[text, ", ".join(names)] for text, names in seen.items()])

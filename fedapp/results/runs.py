@@ -36,6 +36,8 @@ from fedapp.results.cells import mapped, uncelled
 from fedapp.results.statistics import Ints, resolution, traffic, worst
 from fedapp.settings.evaluation import ALWAYS
 
+NO_TESTS = "no client has test rows: run it again with --set split=holdout"
+"""Why runs have no scores, and what to do."""
 LONGEST = 400
 """Letters of the reason of a failure that are shown."""
 GRID = "grid.csv"
@@ -216,7 +218,8 @@ class RunResult:
         if self.ok:
             return ""
         text = str(self.error.get("message") or self.summary.get("error") or "not finished")
-        return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+        text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+        return f"{text} (the same command {'would fail in the same way' if self.repeats else 'continues it'})"
 
     @property
     def repeats(self) -> bool:

@@ -59,6 +59,7 @@ def print_tables(comparison: Comparison) -> None:
         for title, cells in tables_of(answer, runs):
             failed = pd.DataFrame("failed", lost, cells.columns[:1]).reindex(columns=cells.columns, fill_value=DASH)
             shown = pd.concat([cells, failed])
+            shown = shown.loc[[v for v in dict.fromkeys([*answer.table["variant"], *shown.index]) if v in shown.index]]
             console.print(Text(plain(title, whole=True), style="table.title"))
             print_fitting(console, [*map(title_of, shown.index)], shown.to_dict("list"))
     lines = [

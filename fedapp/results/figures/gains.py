@@ -40,7 +40,7 @@ def _titled(title: str, name: str) -> str:
 
 def differences(runs: Runs, answer: Answer, name: str, suffix: str) -> Iterator[Drawing]:
     """Draw the differences of all methods to the reference, a plot for each measure that was compared."""
-    if answer.seeds < 2:
+    if answer.seeds == 1:
         raise Unavailable("one seed has no differences", "fedapp compare ... --seeds 3")
     for measure, (title, text) in MEASURES.items():
         if not (tests := answer.tests.get(measure)):

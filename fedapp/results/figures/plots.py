@@ -39,7 +39,7 @@ from fedapp.results.figures.style import (
     name_marks,
     styled,
 )
-from fedapp.results.intervals import in_words
+from fedapp.results.intervals import in_words, size_of
 from fedapp.results.statistics import size
 
 # ---- against training alone ------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def forest(rows: Mapping[str, Mapping[str, Any] | str], reference: str) -> Figur
     keys = [key("one seed", color=MUTED, marker=".", linestyle="none")]
     if any(not isinstance(row, str) and row["seeds"] > 2 for row in rows.values()):
         keys.insert(0, key("mean, 95 % interval", color=MUTED, markersize=7, marker="o"))
-    legend(figure, *keys, key(f"margin, {margin:.1f} points", color=MUTED, linewidth=7, alpha=0.3))
+    legend(figure, *keys, key(f"margin, {size_of(margin / 100)} points", color=MUTED, linewidth=7, alpha=0.3))
     return figure
 
 
