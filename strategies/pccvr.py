@@ -64,6 +64,6 @@ METHOD = dataclasses.replace(
     client=PersonalCCVRClient,
     hparams=PersonalHParams,
     metrics=NUMBERS,
-    travels="as CCVR; the class shares stay at the client",
+    travels="the payload of CCVR; the class shares stay at the client",
     resolve=resolve,
 )

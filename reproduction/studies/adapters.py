@@ -23,7 +23,7 @@ from fedapp.tasks.simulated import federated
 from reproduction.studies.frozen import SETTINGS
 from reproduction.studies.frozen_gradient import EVEN, SEEDS, STEPS, step_of
 
-METHODS = ("local", "lgfedavg", "fedgh", "fedclassavg", "cwfedavg(share=head)")
+METHODS = ("local", "lgfedavg", "fedgh", "fedclassavg", "cwfedavg(share=head)", "cwfedavg(share=head lam=0)")
 WIDTH = 24
 """Random projections that stand for the features of a weak body."""
 ROUNDS = 15

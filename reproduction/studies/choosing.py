@@ -15,7 +15,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from benchmarks.pages import markdown, replaced
 from fedapp import config as configuration
 from fedapp import registry
+from fedapp.cli.listing import notes
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest, counted, suggest
@@ -34,13 +35,14 @@ from fedapp.experiments.compare import pending_config, run_here
 from fedapp.experiments.jobs import common_public
 from fedapp.experiments.shipped import Entry, Value, read
 from fedapp.results import statistics
+from fedapp.results.answers import payload_of
 from fedapp.results.directory import write_text
 from fedapp.results.figures import plots
 from fedapp.results.figures.style import Drawing
-from fedapp.results.intervals import Difference, differences_of, margin_of
+from fedapp.results.intervals import Difference, differences_of, interval_of, margin_of, points
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import DASH
-from reproduction.ledger.archive import identity
+from fedapp.results.statistics import DASH, size, tally
+from reproduction.ledger.archive import LATER, identity
 
 DOCS = Path(__file__).parents[2] / "docs"
 AGAIN = "again"
@@ -119,10 +121,6 @@ def values_of(block: Block, method: str, seed: int, data: Path | None = None) ->
 def method_names() -> list[str]:
     """Return the methods of the registry and `AGAIN`."""
     return [*registry.discover(), AGAIN]
-
-
-LATER = {"personal": False, "choose": False, "random_features": 0, "wire": "f64", "totals": "", "leave": False}
-"""Hyperparameters that methods got after the kept runs were made, with the values that change no number."""
 
 
 def digest(block: Block, method: str, seed: int) -> str:
@@ -297,7 +295,7 @@ def title(method: str) -> str:
 
 def in_points(found: Difference) -> str:
     """Write a difference in points with the interval of its table."""
-    return f"{100 * found.mean:+.1f} ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
+    return f"{points(found.mean)} ({interval_of(found.low, found.high)})"
 
 
 Comparisons = Sequence[tuple[Block, Compared]]
@@ -328,8 +326,15 @@ def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
             best = "; ".join(f"{title(m)} by {in_points(found.methods[m])} points" for m in found.of("better"))
             said = f"better than training alone: {best}" if best else "no method is better than training alone"
             lines.append(f"With a part of the clients in each round ({block.title}), {said}.")
-    if better := [f"{title(m)} {in_points(c.methods[m])} points ({b.title})" for b, c in known for m in c.of("better")]:
-        lines.append(f"Better: {'; '.join(better)}.")
+    for block, found in known:
+        for method in found.of("better"):
+            gain, same, lose = found.harm[method]
+            once = ", and statistics once" * (notes()[method]["costs"][2] > 0)
+            lines.append(
+                f"Better: {title(method)} {in_points(found.methods[method])} points ({block.title}). It helps "
+                f"{tally([[gain]])} of {tally([[gain + same + lose]])} clients there and harms {tally([[lose]])}. A "
+                f"client sends {size(sent_in(block, runs)[method])} a round{once}. {payload_of(method)}"
+            )
     harm = "A client loses where its correct test rows fall by more than one standard error of the difference."
     if chance := [100 * c.harm[AGAIN][2] / sum(c.harm[AGAIN]) for _, c in known if AGAIN in c.harm]:
         harm += (
@@ -360,9 +365,37 @@ def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     heads = "setting|alone, %:|better than alone, points|equal / open / worse:|most clients lose"
     heads += "|lose by chance:|highest on all classes, %" if whole else ""
     return [
-        " ".join(lines), "", FOLDED.format("Setting by setting"), "",
+        " ".join(lines), "", *whom_and_cost(runs, known), FOLDED.format("Setting by setting"), "",
         harm, "", *markdown(heads, rows), "", "</details>", "",
     ]  # fmt: skip
+
+
+def sent_in(block: Block, runs: Sequence[Kept]) -> dict[str, float]:
+    """Return the bytes that a client sends in a round of a setting, by method."""
+    return {run.method: run.bytes_up for run in runs if run.block == block.id}
+
+
+def whom_and_cost(runs: Sequence[Kept], known: Comparisons) -> list[str]:
+    """Return a paragraph on whom the methods of the shortlist help and harm, and what they cost and reveal."""
+    methods = listed(known)
+    if not methods:
+        return []
+    clients = {m: np.sum([c.harm[m] for _, c in known], axis=0) for m in methods}
+    gain, _, lose = ({m: 100 * of[i] / of.sum() for m, of in clients.items()} for i in range(3))
+    sent = {m: up for m, up in sent_in(known[0][0], runs).items() if m in methods}
+
+    def span(values: Mapping[str, float], write: Callable[[float], str]) -> str:
+        low, high = (f(values, key=lambda m: values[m]) for f in (min, max))
+        one, other = write(values[low]), write(values[high])
+        return one if one == other else f"{one} ({title(low)}) to {other} ({title(high)})"
+
+    return [
+        f"Methods of the shortlist help {span(gain, '{:.0f} %'.format)} of the clients of all settings and harm "
+        f"{span(lose, '{:.0f} %'.format)}. A client sends {span(sent, size)} a round ({known[0][0].title}). "
+        f"With {sum(map(reveals_classes, methods))} of these {counted(len(methods), 'method')} facts of single classes "
+        "leave a client.",
+        "",
+    ]
 
 
 def listed(known: Comparisons) -> list[str]:
@@ -381,7 +414,7 @@ def shortlist(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     """Return the methods that are worse than training alone in no setting, by what they need and reveal."""
     if not known:
         return [UNMEASURED]
-    sent = {r.method: r.bytes_up for r in runs if r.block == known[0][0].id}
+    sent = sent_in(known[0][0], runs)
     measured = len(sent.keys() - {"local", AGAIN})
     shown = listed(known)
     least = {m: min(c.methods[m].mean for _, c in known) for m in shown}

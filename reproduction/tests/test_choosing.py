@@ -167,6 +167,16 @@ def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.Mon
         f"(Fashion-MNIST, 20 of 100 clients a round, Dirichlet 0.1), better than training alone: FedGH by {shown}"
         in text
     )
+    assert f"Better: FedGH {shown} points (Digits, 10 clients, Dirichlet 0.5). It helps 0 of 10 clients there" in text
+    assert (
+        "and harms 0. A client sends 2,600 B a round. Exchanged: class means up, the head down. The payload shows a "
+        "client's classes." in text
+    )
+    assert (
+        "Methods of the shortlist help 0 % of the clients of all settings and harm 0 %. A "
+        "client sends 2,600 B a round (Digits, 10 clients, Dirichlet 0.5). With 1 of these 2 methods facts of single "
+        "classes leave a client." in text
+    )
     assert "makes 0 to 0 % of the clients of a setting lose by chance" in text
     assert "Not finished in all seeds (Digits, 10 clients, Dirichlet 0.5): FedPer." in text
     row = next(line for line in text.splitlines() if line.startswith("| Digits"))
