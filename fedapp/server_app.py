@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import os
 import sys
 import time
 import traceback
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from logging import INFO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.app import Context
 from flwr.common import log
@@ -22,8 +22,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedapp import __version__, process
 from fedapp import config as configuration
-from fedapp.config import RunConfig, dp_rules
-from fedapp.core.secure_sum import threshold
+from fedapp.config import RunConfig
 from fedapp.data import partitions
 from fedapp.data.card import data_card, in_lines
 from fedapp.errors import BadRequest, counted, plain
@@ -40,7 +39,7 @@ from fedapp.federation.hooks.tables import Tables
 from fedapp.federation.hooks.training import BestModel, Checkpoint, EarlyStop, PrivacySpent
 from fedapp.federation.loop import federate
 from fedapp.federation.participants import Participants, Progress
-from fedapp.federation.summary import summary
+from fedapp.federation.summary import memory_needed, privacy_stated, summary
 from fedapp.learning.task import ModelSpec
 from fedapp.method import ClientInfo, Payload, ServerContext, ServerState
 from fedapp.models import frozen
@@ -75,12 +74,8 @@ from strategies.base import Strategy
 
 app = ServerApp()
 Event = Callable[[Mapping[str, Any]], None]
-MUCH = 1 << 30
-"""Bytes of replies that a server holds without a warning."""
 LISTED = 1000
 """Largest number of clients with a line of their own in `data_card.txt`."""
-ORPHAN_LIFE = 120.0
-"""Seconds to wait for a server process that lost its SuperLink and still holds the run directory."""
 HOOKS: tuple[type[Hook], ...] = (
     RoundWarnings, NormGuard, Rollback, EnoughForRules, ValidationChoice, Tables, BestModel, EarlyStop, PrivacySpent,
     Checkpoint, ProgressEvents, TwoVoids, FinalTrainingNotice, PeriodicEvaluation, UnseenClients,
@@ -93,13 +88,7 @@ void, comes before `Rollback` and `TwoVoids`, which note that."""
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run a federation with the settings of the run-config."""
-    say = Spoken(lambda text: log(INFO, "%s", plain(text, whole=True)))
-    serve(grid, context.run_config, say if _simulated(grid) else announce)
-
-
-def _simulated(grid: Grid) -> bool:
-    """Whether the grid belongs to a simulation or to this process: only those let their polling interval be set."""
-    return hasattr(grid, "pull_interval")
+    serve(grid, context.run_config, kind_of(grid).make_listener())
 
 
 def announce(event: Mapping[str, Any]) -> None:
@@ -107,20 +96,17 @@ def announce(event: Mapping[str, Any]) -> None:
     sys.stdout.write(f"{ANNOUNCED}{json.dumps(clean(event))}\n")
 
 
-def default_out(config: RunConfig) -> Path:
-    """Make a run directory where `out` is not given; it does not depend on the folder that the SuperLink runs in."""
-    return new_folder(Path(os.environ.get("FEDAPP_RUNS") or Path.home() / "fedapp-runs"), run_name(config))
-
-
 def place(config: RunConfig, *, confined: bool = True) -> Path:
-    """Return the run directory. With `FEDAPP_RUNS` the owner of the SuperLink keeps those of nodes below one folder.
+    """Return the run directory; without `out` a new one, which does not depend on the folder of the SuperLink.
+
+    With `FEDAPP_RUNS` the owner of the SuperLink keeps those of nodes below one folder.
 
     Raises
     ------
     BadRequest : a relative path.
     """
     if not config.storage.out:
-        return default_out(config)
+        return new_folder(Path(os.environ.get("FEDAPP_RUNS") or Path.home() / "fedapp-runs"), run_name(config))
     out = Path(config.storage.out)
     if not out.is_absolute():
         raise BadRequest(
@@ -145,12 +131,13 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
     try:
         config = configuration.from_context(run_config)
         # The command that started a simulation looks for its run where it asked for it.
-        out = place(config, confined=not _simulated(grid))
+        kind = kind_of(grid)
+        out = place(config, confined=not kind.own)
         check_out(out, config.storage.resume)
-        patience = 0.0 if _simulated(grid) else ORPHAN_LIFE
-        with only_writer(out, patience, lambda text: event({"kind": "waiting", "text": text}) if event else None):
+        tell = event or (lambda event: None)
+        with only_writer(out, kind.orphan_life, lambda text: tell({"kind": "waiting", "text": text})):
             try:
-                run = Run(grid, config.replaced(out=str(out)), out, event)
+                run = kind(grid, config.replaced(out=str(out)), out, event)
                 return run.go()
             except BaseException as e:
                 # A resume that is refused before it begins leaves the files of the earlier run as they are.
@@ -187,19 +174,30 @@ def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
 
 
 class Run(Setup):
-    """One run: it builds everything, hands control to the round loop, and writes the summary."""
+    """One run: it builds everything, hands control to the round loop, and writes the summary.
+
+    A simulation and a deployment differ in what the server knows before the clients register.
+    """
+
+    own: ClassVar[bool]
+    """Whether all clients are the user's own."""
+    check: ClassVar[staticmethod[[RunConfig], None]]
+    """Refuses settings that do not fit this kind of run."""
+    identity_of: ClassVar[staticmethod[[RunConfig], dict[str, str]]]
+    """Returns the checksums of files and data that a resumed run must find again."""
+    make_listener: ClassVar[staticmethod[[], Event]]
+    """Returns the listener of a run that Flower starts."""
+    orphan_life: ClassVar[float] = 0.0
+    """Seconds to wait for a server process that lost its SuperLink and still holds the run directory."""
 
     def __init__(self, grid: Grid, config: RunConfig, out: Path, event: Event | None) -> None:
         process.prepare(config.federation.server_threads)
         self.started = time.perf_counter()
         self.config, self.out, self.listener = config, out, event
-        self.simulation = _simulated(grid)
-        if self.simulation:
-            configuration.check_simulation(config)
-        else:
-            configuration.check_node(config)
+        self.check(config)
         self.method, self.hparams = config.method_and_hparams()
-        resolved = config.resolved(self.simulation)
+        self.scored, self.test_cap = self.own or config.mechanism is None, config.test_cap(self.own)
+        resolved = config.resolved(self.own)
         policy = Policy(resolved.robustness, None if config.privacy.dp == "sgd" else config.mechanism)
         self.strategy: Strategy = self.method.strategy(self.method, self.hparams, policy=policy)
         self.device = process.device()
@@ -211,38 +209,32 @@ class Run(Setup):
         self.directory = self._directory()
         self.identity = {"run": self.directory.token, **self.identity}
         self._note_settings()
-        request = RoundRequest(self.directory.token, state_dir=str(out / "state") if self.simulation else "")
-        self.manager = self._clients(grid, request, resolved.federation)
-        if isinstance(self.manager, NodeCohort) and self.manager.roster is None:
-            self.warnings.append(
-                "there is no roster, so a client id belongs to the first node that is online and claims it: fedapp "
-                "admit writes one, and FEDAPP_ROSTER names it to the SuperLink"
-            )
+        scored = bool({"received", "trained"} & set(config.evaluation.measured))
+        validation = Validation(config.federation.wire_dtype, config.robustness.max_abs, config.numbers(), scored)
+        ledger = StateLedger(config.storage.lost_state == "restart")
+        self.manager = self._cohort(grid, resolved.federation, validation, ledger)
+        self.warnings += self.manager.warnings()
         if self.start:
             self.manager.load_state_dict(self.remembered["Cohort"])
         self.manager.offences.blocked |= {b.client: b for b in self.directory.blocked_before()}
         self.names: list[str] = []
+        self.split = ""
         self.about: dict[str, object] = {}
         self.infos: list[ClientInfo] = []
         self.parts: dict[str, Run] = {}
         self.body = ""  # of a part
 
-    def _clients(self, grid: Grid, request: RoundRequest, settings: FederationSettings) -> Cohort:
+    # ---- what the kinds of runs define ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def _cohort(self, grid: Grid, settings: FederationSettings, validation: Validation, ledger: StateLedger) -> Cohort:
         """Return the clients, before any of them is asked."""
-        config = self.config
-        scored = bool({"received", "trained"} & set(config.evaluation.measured))
-        validation = Validation(settings.wire_dtype, config.robustness.max_abs, config.numbers(), scored)
-        ledger = StateLedger(config.storage.lost_state == "restart")
-        if not self.simulation:
-            return NodeCohort(
-                grid, settings, request, self.tell, roster.of_this_server,
-                validation=validation, ledger=ledger, poll=(0.1, 1.0),
-            )  # fmt: skip
-        found = VirtualCohort(
-            grid, settings, request, self.tell, validation=validation, ledger=ledger, poll=(0.01, 0.1)
-        )
-        found.several = not config.secure.secure_sum  # secrets of the clients stay at their nodes
-        return found
+
+    def _load(self) -> tasks.FederatedData | None:
+        """Return the data of all clients, or None where the server lacks them."""
+        shares = self.manager.partitions()
+        clients = self.config.data.clients or max(len(self.manager.infos), shares)
+        return tasks.federated(self.config, clients) if shares else None
 
     # ---- before round 1 ------------------------------------------------------------------------------------------
 
@@ -261,7 +253,7 @@ class Run(Setup):
                 raise BadRequest(text)
             earlier = configuration.from_flat(configuration.read_toml(self.out / "config.toml"))
             configuration.check_continues(config, earlier, self.done)
-        identity = identities.of_files(config) | (identities.of_data(config) if self.simulation else {})
+        identity = self.identity_of(config)
         if not resume:
             return RunDirectory(self.out, config, None, identity)
         before = json.loads((self.out / "versions.json").read_text(encoding="utf-8"))
@@ -278,10 +270,6 @@ class Run(Setup):
         if storage.resume and storage.lost_state == "restart":
             for name in ("rounds.csv", "clients.csv"):
                 self.directory.add_column(name, "restarted")
-        if storage.state_dir and not self.simulation:
-            self.warnings.append(
-                "state-dir has no effect on real nodes: each node's own configuration has its state folder"
-            )
         begun = str(self.directory.begun_with)
         if storage.resume and begun != __version__:
             self.warnings.append(
@@ -318,13 +306,10 @@ class Run(Setup):
         context = self.strategy.context
         sizes = {i.client: i.num_samples for i in self.infos}
         tunes = self.method.client.tunes()
-        self.scoring = scoring.scoring(config, sizes, self.spec.num_classes, self.simulation, tunes)
+        self.scoring = scoring.scoring(config, sizes, self.spec.num_classes, self.own, tunes)
         for text in (memory_needed(self), privacy_stated(self)):
             if text:
                 self.warn(text)
-        if self.simulation and config.evaluation.keeps_models(len(self.infos)):
-            folder = str(self.directory.client_models)
-            self.manager.request = dataclasses.replace(self.manager.request, models_dir=folder)
         find = self.method.warn
         if warn := find(self.hparams, config.training.optimizer, config.training.augment) if find else None:
             self.warn(warn)
@@ -414,21 +399,14 @@ class Run(Setup):
     def _register(self) -> None:
         """Register the clients; they state the model and their number if the configuration leaves these open."""
         config = self.config
-        if isinstance(self.manager, VirtualCohort):
-            there = members(self, config.data.clients or self.manager.count())
-            self.manager.enrol(there, by_size=bool(config.training.lr_schedule_steps))
-        elif isinstance(self.manager, NodeCohort):
-            self.manager.gather(config.data.clients)
+        self.manager.gather(config.data.clients)
         bodies = self.manager.agree(self.method, config.data.named_bodies)
         for digits in (n for n in config.data.named_bodies if not any(body.startswith(n) for body in bodies)):
             self.warn(f"no client has the body {digits} that bodies lists")
-        if not self.simulation:
-            self.manager.leave_out(server_model.impossible(self.manager))
+        self.manager.leave_out(server_model.impossible(self.manager))
         present = [i for _, i in sorted(self.manager.infos.items())]
         # Where the clients' own data decide the model, the clients say which one it is.
-        known = config.replaced(model=server_model.known_model(config, present))
-        if self.simulation and not config.data.clients:
-            known = known.replaced(clients=len(present))
+        known = self.config.replaced(model=server_model.known_model(config, present))
         if known != config:
             self.config = config = known
             self.directory.configure(config)
@@ -436,11 +414,10 @@ class Run(Setup):
         if self.start:
             self.unseen: list[int] = self.remembered["UnseenClients"]["clients"]
         else:
-            named = self.simulation and config.evaluation.names_unseen
-            names = tasks.federated(config, config.data.clients).partition.names if named else ()
-            self.unseen = list(config.unseen_of((i.client for i in present), names))
+            data = self._load() if config.evaluation.names_unseen else None
+            self.unseen = list(config.unseen_of((i.client for i in present), data.partition.names if data else ()))
         self.infos = [i for i in present if i.client not in self.unseen]
-        configuration.check_liars(config, len(self.infos), self.simulation)
+        configuration.check_liars(config, len(self.infos), self.own)
         configuration.check_sums(config, len(self.infos))
         for body in filter(None, bodies):
             part = self._part(body)
@@ -453,22 +430,13 @@ class Run(Setup):
 
     def _data(self) -> tasks.FederatedData | None:
         """Load the data if the server has them: for the data card, and for the test set of the `global` score."""
-        config = self.config
-        shares = self.manager.partitions()
-        if not self.simulation and not shares:
-            return None
-        try:
-            data = tasks.federated(config, config.data.clients or max(len(self.manager.infos), shares))
-        except BadRequest as e:
-            if self.simulation:
-                raise
-            text = f"no data card and no global score, because the server lacks the data: {e}"
-            self.tell({"kind": "warning", "text": text})
+        data = self._load()
+        if data is None:
             return None
         # Where each client normalises by itself, the server's model goes with no transform.
         self.about = {} if data.own_moments or data.dataset.parts else described(data.inputs, data.dataset.classes)
         card = data_card(data.dataset, data.partition)
-        self.names = in_lines(data.partition.names)
+        self.names, self.split = in_lines(data.partition.names), data.partition.split
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:
             raise BadRequest(
@@ -495,6 +463,72 @@ class Run(Setup):
             score=central.accuracy if central else None,
         )
         return dataclasses.replace(context, warn=self.warn)
+
+
+class Simulation(Run):
+    """A run whose clients are the user's own: the server knows them from the configuration, and has their data."""
+
+    own = True
+    check = staticmethod(configuration.check_simulation)
+    identity_of = staticmethod(lambda config: identities.of_files(config) | identities.of_data(config))
+    make_listener = staticmethod(lambda: Spoken(lambda text: log(INFO, "%s", plain(text, whole=True))))
+
+    def _cohort(self, grid: Grid, settings: FederationSettings, validation: Validation, ledger: StateLedger) -> Cohort:
+        request = RoundRequest(self.directory.token, state_dir=str(self.out / "state"))
+        found = VirtualCohort(
+            grid, settings, request, self.tell, validation=validation, ledger=ledger, poll=(0.01, 0.1)
+        )
+        found.members = self._members
+        found.several = not self.config.secure.secure_sum  # secrets of the clients stay at their nodes
+        found.by_size = bool(self.config.training.lr_schedule_steps)
+        return found
+
+    def _members(self, clients: int) -> list[Member]:
+        self.config = self.config.replaced(clients=clients)
+        return members(self, clients)
+
+    def _register(self) -> None:
+        """Register the clients; ask them for their models where these are kept."""
+        super()._register()
+        if self.config.evaluation.keeps_models(len(self.infos)):
+            folder = str(self.directory.client_models)
+            self.manager.request = dataclasses.replace(self.manager.request, models_dir=folder)
+
+
+class Deployment(Run):
+    """A run of real nodes, which may be anybody's; the server may lack their data."""
+
+    own = False
+    check = staticmethod(configuration.check_node)
+    identity_of = staticmethod(identities.of_files)
+    make_listener = staticmethod(lambda: announce)
+    orphan_life = 120.0
+
+    def _note_settings(self) -> None:
+        super()._note_settings()
+        if self.config.storage.state_dir:
+            self.warnings.append(
+                "state-dir has no effect on real nodes: each node's own configuration has its state folder"
+            )
+
+    def _cohort(self, grid: Grid, settings: FederationSettings, validation: Validation, ledger: StateLedger) -> Cohort:
+        request, known = RoundRequest(self.directory.token), roster.of_this_server
+        return NodeCohort(
+            grid, settings, request, self.tell, known, validation=validation, ledger=ledger, poll=(0.1, 1.0)
+        )
+
+    def _load(self) -> tasks.FederatedData | None:
+        try:
+            return super()._load()
+        except BadRequest as e:
+            text = f"no data card and no global score, because the server lacks the data: {e}"
+            self.tell({"kind": "warning", "text": text})
+            return None
+
+
+def kind_of(grid: Grid) -> type[Run]:
+    """Return the kind of a run by its grid: only the grids of simulations let their polling interval be set."""
+    return Simulation if hasattr(grid, "pull_interval") else Deployment
 
 
 def found_checkpoint(out: Path, identity: Mapping[str, str]) -> tuple[Progress | None, ServerState, list[str]]:
@@ -548,29 +582,3 @@ def secure_sums(run: Run) -> SecureSums | None:
             "copy of it back, or start a new run"
         ) from e
     return SecureSums(run.manager, secure.secure_dropout, secure.secure_colluders, opened)
-
-
-def memory_needed(run: Run) -> str:
-    """Warn if rules against lying clients need much memory: they hold all replies, and their changes in float64."""
-    sent = run.method.expected(run.hparams, run.infos[0].shapes).values()
-    asked = math.ceil(len(run.infos) * run.config.federation.fraction_train)
-    need = 12 * sum(math.prod(shape) for shape in sent) * asked
-    rules = run.config.robustness.robust
-    much = run.strategy.policy.robust.averages and need > MUCH
-    return f"robust = '{rules}' holds all replies of a round: about {need / 2**30:.1f} GB here" if much else ""
-
-
-def privacy_stated(run: Run) -> str:
-    """State the noise of the run before anything is trained; empty without `dp`."""
-    config, clients = run.config, len(run.infos)
-    if config.mechanism is None:
-        return ""
-    sent = run.method.expected(run.hparams, run.infos[0].shapes).values()
-    drawn = max(1, math.floor(clients * config.federation.fraction_train + 0.5))
-    asked = drawn if config.privacy.dp == "client" else clients
-    secure = config.secure
-    # The fewest clients of a sum, and those that may help the server.
-    least = (threshold(asked, secure.secure_dropout), secure.secure_colluders) if secure.secure_sum else None
-    size = sum(math.prod(shape) for shape in sent)
-    exact = "; scores are exact, because this is a simulation: they are not covered" if run.simulation else ""
-    return dp_rules.stated(config.mechanism, size, asked, config.releases, least) + exact

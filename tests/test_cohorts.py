@@ -314,7 +314,8 @@ def test_virtual_clients_that_take_turns_may_take_longer_than_the_limit_together
     own = federated(config, 6).partition.clients
     members = [Member(c, len(s.train), len(s.test), config.model.name_of(c), (1, 8, 8)) for c, s in enumerate(own)]
     assert len({m.examples for m in members}) > 4, "or too few are asked for this test"
-    assert len(clients.enrol(members, by_size=True)) == 6
+    clients.by_size = True
+    assert len(clients.enrol(members)) == 6
 
 
 def test_a_lost_request_to_register_is_sent_again_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

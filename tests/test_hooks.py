@@ -71,6 +71,27 @@ def test_a_hook_is_short_and_knows_no_other_hook() -> None:
         assert len(inspect.getsource(hook).splitlines()) <= 110, hook
 
 
+KINDS = {"Cohort", "VirtualCohort", "NodeCohort", "Simulation", "Deployment"}
+ABOUT_KINDS = {"in_turn", "own", "several", "by_size", "simulation", "real_node", "pull_interval"}
+
+
+def test_no_branch_of_a_run_depends_on_its_kind() -> None:
+    """The loop, the hooks and the server know the clients by one protocol; one function chooses the kind of a run."""
+    for path in [ROOT / "fedapp" / "server_app.py", *(ROOT / "fedapp" / "federation").rglob("*.py")]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        chosen = [
+            n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "kind_of" for n in ast.walk(f)
+        ]
+        for node in (n for n in ast.walk(tree) if n not in chosen):
+            tests = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else getattr(node, "ifs", [])
+            inside = [n for test in tests for n in ast.walk(test)]
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+                inside += ast.walk(node)
+            names = {n.id for n in inside if isinstance(n, ast.Name)} & KINDS
+            names |= {n.attr for n in inside if isinstance(n, ast.Attribute)} & ABOUT_KINDS
+            assert not names, f"{path}:{getattr(node, 'lineno', 0)}"
+
+
 def whole(result: RunResult) -> dict[str, Any]:
     """All numbers of a run that two equal runs have in common."""
     tables = ("rounds", "clients", "evaluations", "final", "unseen", "dropped")

@@ -36,7 +36,6 @@ from hypothesis import strategies as st
 from fedapp.client_app import app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
-from fedapp.federation import server_model
 from fedapp.learning.state import read_safetensors
 from fedapp.results.runs import RunResult
 from fedapp.transport import boundary, checkpoint, delivery, nodes, packing, records, roster, validation
@@ -1055,7 +1054,7 @@ def test_a_shape_that_one_client_states_makes_no_large_model(tmp_path: Path, mon
         torch.nn.init, "kaiming_uniform_", lambda tensor, **k: (made.append(tensor.numel()), draw(tensor, **k))
     )
     assert federate(tmp_path / "run", [0], lie, 2, nodes=True, **of).summary["ok"]
-    monkeypatch.setattr(server_model, "MOST_NUMBERS", 100)
+    monkeypatch.setattr(NodeCohort, "most_numbers", 100)
     with pytest.raises(ValueError, match="is too large"):
         federate(tmp_path / "small", [], lie, 2, nodes=True, **of)
     assert max(made) < 1 << 24

@@ -7,14 +7,12 @@ same default (a test compares them).
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from fedapp import registry, sampling
-from fedapp.core.averages import lower_median
 from fedapp.core.privacy import BOUND, Privacy, noise_for
 from fedapp.data.names import SHOWN
 from fedapp.errors import BadRequest, counted, suggest
@@ -163,17 +161,14 @@ class RunConfig(BaseModel):
             min_clients=unless_auto(federation.min_clients, 0),
         )
 
-    def believed_tests(self, tests: Iterable[int], simulation: bool) -> float:
-        """Return up to how many test samples a client's word counts in pooled scores.
+    def test_cap(self, simulation: bool) -> float:
+        """Return the largest number of test samples in pooled scores, as a multiple of the median; 0 = no limit.
 
         Parameters
         ----------
-        tests : how many each client states.   simulation : all clients are the user's own, so `auto` has no limit.
+        simulation : all clients are the user's own, so `auto` has no limit.
         """
-        cap = unless_auto(self.robustness.count_cap, 0.0 if simulation else 10.0)
-        # Without a cap no one is counted: a simulation may have very many clients, and asks in every round.
-        known = [n for n in tests if n] if cap else []
-        return cap * lower_median(known) if known else math.inf
+        return unless_auto(self.robustness.count_cap, 0.0 if simulation else 10.0)
 
     def numbers(self) -> frozenset[str]:
         """Return the names of all numbers that a client may send, besides the method's own."""

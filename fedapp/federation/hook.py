@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from fedapp.config import RunConfig
 from fedapp.federation.central import CentralTest
 from fedapp.federation.participants import Observer, Outcome, Participants, Progress
-from fedapp.method import ClientInfo, Method, Reply, ServerState
+from fedapp.method import BaseHParams, ClientInfo, Method, Reply, ServerState
 from fedapp.reduce.reader import Check
 from fedapp.results.directory import RunDirectory
 from fedapp.tasks.scoring import Scoring
@@ -31,15 +31,17 @@ class Setup:
     central : scores on the central test set.   scoring : the clients that each score is taken on.
     unseen : clients that take no part in the training.   infos : those that take part.
     parts : with `bodies`, by the digest of a body what is its own: strategy, infos, central, header.
-    names : the clients' own names, empty where the data have none.
+    names : the clients' own names, empty where the data have none.   split : that of the server's data, or empty.
+    scored : whether clients send scores: not those of real nodes in a run with `dp`.
+    test_cap : largest number of test samples in pooled scores, as a multiple of the median client's; 0 = no limit.
     header : what a stored model needs so that it can be built again and used.
     identity : what a checkpoint says about the run.   started : when this process began, by `time.perf_counter`.
     warnings : lines of the summary.
     """
 
     config: RunConfig
-    simulation: bool
     method: Method
+    hparams: BaseHParams
     strategy: Strategy
     directory: RunDirectory
     cohort: Participants
@@ -50,6 +52,9 @@ class Setup:
     infos: list[ClientInfo]
     parts: Mapping[str, Setup]
     names: list[str]
+    split: str
+    scored: bool
+    test_cap: float
     header: dict[str, object]
     identity: dict[str, str]
     started: float

@@ -176,7 +176,7 @@ class Participants:
         for _ in exchange.replies:
             name = type(self.strategy).__name__
             raise RuntimeError(f"{name}.aggregate left replies unread: it must read all of them")
-        self.require(exchange)
+        self.manager.require(exchange)
         exchange.dropped[:0], self.pending, self.back = self.pending, [], 0
         exchange.seconds = time.perf_counter() - self._began
 
@@ -188,14 +188,10 @@ class Participants:
             state = {**at.state, **{name: state[name] for name in self.strategy.records if name in state}}
         return Progress(outcome.exchange.round, state)
 
-    def require(self, exchange: Exchange) -> None:
-        """Raise `RoundFailed` or `Spoiled` unless enough of the replies count."""
-        self.manager.require(exchange)
-
     def wait_for(self, exchange: Exchange, replies: Iterable[Reply]) -> list[Reply]:
         """Return all replies of an exchange, after the check that enough of them count."""
         arrived = list(replies)
-        self.require(exchange)
+        self.manager.require(exchange)
         return arrived
 
     def query(self, at: Progress) -> Query:
@@ -212,7 +208,7 @@ class Participants:
 
             exchange.replies = self._replies(exchange, payloads, {}, at.state, checks, request)
             yield from exchange
-            self.require(exchange)
+            self.manager.require(exchange)
             self.hooks.after_query(exchange)
 
         return self.strategy.reader.query(ask)
@@ -243,7 +239,7 @@ class Participants:
             payloads = self.strategy.send_each(state, number, ids[start : start + MOST_EVALUATED])
             for _ in self.manager.send_and_receive(exchange, payloads, {}, no_arrays, given):
                 pass
-        self.require(exchange)
+        self.manager.require(exchange)
         exchange.dropped[:0], self.pending = self.pending, []
         self.hooks.after_evaluation(exchange)
         return exchange

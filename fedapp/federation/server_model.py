@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,9 +14,6 @@ from fedapp.method import Arrays, ClientInfo
 from fedapp.models import MODEL_NAMES, check_model, weights
 from fedapp.models.bounded import Bounded
 from fedapp.transport.cohort import Cohort
-
-MOST_NUMBERS = 1 << 28
-"""Largest model, in numbers, that the server builds because a real node names it: 1 GiB in float32."""
 
 
 def known_model(config: RunConfig, clients: Sequence[ClientInfo]) -> str:
@@ -51,14 +47,18 @@ def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> list[ClientInfo
 
 def impossible(manager: Cohort) -> dict[int, str]:
     """Return why clients cannot have the model that they name, by client: it does not take their samples."""
-    found = {}
-    for i in manager.infos.values():
+
+    @functools.cache
+    def problem(model: str, shape: tuple[int, ...]) -> str:
         try:
-            if i.model in MODEL_NAMES:
-                check_model(i.model, _shape(manager, i))
+            check_model(model, shape)
         except BadRequest as e:
-            found[i.client] = f"client {i.client} cannot have the model that it names: {e}"
-    return found
+            return f"cannot have the model that it names: {e}"
+        return ""
+
+    named = {i.client: i.model for i in manager.infos.values() if i.model in MODEL_NAMES}
+    found = {c: problem(model, manager.shape_of(c)) for c, model in named.items()}
+    return {c: f"client {c} {text}" for c, text in found.items() if text}
 
 
 def choose(
@@ -81,14 +81,13 @@ def choose(
     failed: list[Exception] = []
     alike = {c: i for c, i in manager.infos.items() if i.body == infos[0].body}
     found: tuple[ModelSpec, dict[int, str]] | None = None
-    for built in _candidates(manager, infos, config):
-        shape = _shape(manager, built)  # a method for several architectures may have inputs of several shapes
+    for built in manager.candidates(buildable(infos, config), infos):
+        shape = manager.shape_of(built.client)  # a method for several architectures may have inputs of several shapes
         spec = ModelSpec(built.model, built.num_classes, shape, 0, config.model, config.privacy.unit_features)
         # The size of a model of the zoo follows from the shape that a client states.
-        bounded = built.model in MODEL_NAMES and not manager.in_turn
-        limit = Bounded(MOST_NUMBERS, f"a model for samples of the shape {shape} is too large")
+        limit = Bounded(manager.most_numbers, f"a model for samples of the shape {shape} is too large")
         try:
-            with limit if bounded else contextlib.nullcontext():
+            with limit if built.model in MODEL_NAMES else contextlib.nullcontext():
                 wrong = _misfits(alike, initial(spec))
         except Exception as e:  # another client's model may be one that the server can build
             failed.append(e)
@@ -104,26 +103,6 @@ def choose(
     if wrong:
         manager.leave_out(wrong)
     return spec
-
-
-def _shape(manager: Cohort, client: ClientInfo) -> tuple[int, ...]:
-    return tuple(json.loads(str(manager.facts[client.client]["shape"])))
-
-
-def _candidates(manager: Cohort, infos: Sequence[ClientInfo], config: RunConfig) -> list[ClientInfo]:
-    """Return the first client of each model that the server may build, the most common models first.
-
-    One client alone must not choose the model: neither by its name nor by the shape of its inputs.
-    """
-    able = buildable(infos, config)
-    if manager.in_turn:
-        return able[:1]
-    shape = {i.client: _shape(manager, i) for i in infos}
-    shapes, models = Counter(shape.values()), Counter(i.model for i in infos)
-    first: dict[tuple[str, tuple[int, ...]], ClientInfo] = {}
-    for i in sorted(able, key=lambda i: (-shapes[shape[i.client]], -models[i.model], math.prod(shape[i.client]))):
-        first.setdefault((i.model, shape[i.client]), i)
-    return list(first.values())
 
 
 def _misfits(infos: Mapping[int, ClientInfo], initial: Arrays) -> dict[int, str]:

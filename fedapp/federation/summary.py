@@ -1,4 +1,4 @@
-"""The end of a run: the stored final model and the summary."""
+"""The statements of a run: memory and noise before it begins; at its end the stored final model and the summary."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fedapp.config import dp_rules
+from fedapp.core.secure_sum import threshold
 from fedapp.federation import totals
 from fedapp.federation.bodies import scores_by_body
 from fedapp.federation.hook import Setup
@@ -21,6 +23,35 @@ from fedapp.method import ServerState
 from fedapp.results.directory import accuracy_summary
 from fedapp.results.statistics import measured as measured_values
 from fedapp.results.statistics import over_clients
+
+MUCH = 1 << 30
+"""Bytes of replies that a server holds without a warning."""
+
+
+def memory_needed(run: Setup) -> str:
+    """Warn if rules against lying clients need much memory: they hold all replies, and their changes in float64."""
+    sent = run.method.expected(run.hparams, run.infos[0].shapes).values()
+    asked = math.ceil(len(run.infos) * run.config.federation.fraction_train)
+    need = 12 * sum(math.prod(shape) for shape in sent) * asked
+    rules = run.config.robustness.robust
+    much = run.strategy.policy.robust.averages and need > MUCH
+    return f"robust = '{rules}' holds all replies of a round: about {need / 2**30:.1f} GB here" if much else ""
+
+
+def privacy_stated(run: Setup) -> str:
+    """State the noise of the run before anything is trained; empty without `dp`."""
+    config, clients = run.config, len(run.infos)
+    if config.mechanism is None:
+        return ""
+    sent = run.method.expected(run.hparams, run.infos[0].shapes).values()
+    drawn = max(1, math.floor(clients * config.federation.fraction_train + 0.5))
+    asked = drawn if config.privacy.dp == "client" else clients
+    secure = config.secure
+    # The fewest clients of a sum, and those that may help the server.
+    least = (threshold(asked, secure.secure_dropout), secure.secure_colluders) if secure.secure_sum else None
+    size = sum(math.prod(shape) for shape in sent)
+    exact = "; scores are exact, because this is a simulation: they are not covered" if run.scored else ""
+    return dp_rules.stated(config.mechanism, size, asked, config.releases, least) + exact
 
 
 def summary(run: Setup, state: ServerState) -> dict[str, Any]:
@@ -155,7 +186,7 @@ def privacy(run: Setup) -> dict[str, Any]:
         found |= {"noise-on": "sum", "colluders": secure.secure_colluders}
     if stated.test:
         found |= {"epsilon": None, "test": "test noise, no privacy"}
-    return {"privacy": {**found, "scores": "exact, not covered" if run.simulation else "none are sent"}}
+    return {"privacy": {**found, "scores": "exact, not covered" if run.scored else "none are sent"}}
 
 
 def whole(value: float) -> float | int:

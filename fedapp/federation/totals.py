@@ -19,7 +19,6 @@ from fedapp.federation.hook import Setup
 from fedapp.learning.state import StateError, read_checked, write_safetensors
 from fedapp.method import Arrays, ServerState
 from fedapp.models import frozen
-from fedapp.tasks import simulated
 from fedapp.tasks.node import fingerprint
 
 FILE = "totals.safetensors"
@@ -40,10 +39,13 @@ class Kept(BaseModel):
 
 
 def store(run: Setup, state: ServerState) -> None:
-    """Store the totals in the final state, if it has any; not of features that this run's clients standardised."""
+    """Store the totals in the final state, if it has any; not of features that this run's clients standardised.
+
+    Totals of secure sums are not stored either: the difference between two totals is the sum of few clients.
+    """
     found, config = state.get(run.method.id, {}).get("totals"), run.config
     scaled = frozen.of(config.model.model, config.model).scaled or config.data.normalise == "data"
-    if not found or scaled or not run.infos[0].body:
+    if not found or scaled or config.secure.secure_sum or not run.infos[0].body:
         return
     before = run.strategy.context.totals
     now = {_site(run, client): rows for client, rows in found["clients"].items()}
@@ -117,7 +119,7 @@ def _check_sites(run: Setup, there: Mapping[str, int], told: str, *, leave: bool
         return
     if not there.keys() - here:
         raise BadRequest(f"{told}: no client would be left: with leave=true a run has the clients that leave alone")
-    if run.simulation and simulated.federated(run.config, len(run.infos)).partition.split != "given":
+    if run.split not in ("", "given"):
         raise BadRequest(f"{told}: a client leaves with its own training rows: give the data a column split")
     for site, rows in here.items():
         if rows != there[site]:

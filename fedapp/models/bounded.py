@@ -24,7 +24,7 @@ class Bounded(torch.overrides.TorchFunctionMode):
     ValueError : there would be more; raised before they take memory.
     """
 
-    def __init__(self, left: int, why: str) -> None:
+    def __init__(self, left: float, why: str) -> None:
         super().__init__()
         self.left, self.why = left, why
 

@@ -17,6 +17,7 @@ reason. An exchange goes through these layers, each in a file of its own:
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import time
 import zlib
@@ -83,6 +84,8 @@ class Cohort(ABC):
 
     in_turn: ClassVar[bool]
     """Whether clients take turns on one machine."""
+    most_numbers: ClassVar[float]
+    """Largest model, in numbers, that the server builds because a client names it."""
 
     def __init__(
         self,
@@ -113,6 +116,22 @@ class Cohort(ABC):
         self._lasted: dict[str, float] = {}  # seconds of the last exchange by type of message
 
     # ---- who is there --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def gather(self, expected: int) -> list[ClientInfo]:
+        """Wait until the clients of a run have registered; 0: as many as there are."""
+
+    def warnings(self) -> list[str]:
+        """Return lines that the user should read before the run."""
+        return []
+
+    def shape_of(self, client: int) -> tuple[int, ...]:
+        """Return the shape of one sample of a client."""
+        return tuple(json.loads(str(self.facts[client]["shape"])))
+
+    @abstractmethod
+    def candidates(self, able: Sequence[ClientInfo], infos: Sequence[ClientInfo]) -> Sequence[ClientInfo]:
+        """Return the clients whose models the server tries, of those `able` whose models it may build."""
 
     def register(self) -> list[int]:
         """Ask nodes that are new or came back to register, and return the ids of the clients that joined."""

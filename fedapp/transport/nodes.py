@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from flwr.app import Message, RecordDict
@@ -49,6 +51,8 @@ class NodeCohort(Cohort):
     """
 
     in_turn = False
+    most_numbers = 1 << 28
+    """1 GiB in float32."""
 
     def __init__(
         self,
@@ -76,6 +80,29 @@ class NodeCohort(Cohort):
         self._twice: set[int] = set()  # nodes with the id of another one, which may be gone soon
 
     # ---- the start of a run --------------------------------------------------------------------------------------
+
+    def warnings(self) -> list[str]:
+        """Warn if there is no roster."""
+        return (
+            []
+            if self.roster is not None
+            else [
+                "there is no roster, so a client id belongs to the first node that is online and claims it: fedapp "
+                "admit writes one, and FEDAPP_ROSTER names it to the SuperLink"
+            ]
+        )
+
+    def candidates(self, able: Sequence[ClientInfo], infos: Sequence[ClientInfo]) -> Sequence[ClientInfo]:
+        """Return the first client of each model and shape of samples, the most common ones first.
+
+        One client alone must not choose the model: neither by its name nor by the shape of its inputs.
+        """
+        shape = {i.client: self.shape_of(i.client) for i in infos}
+        shapes, models = Counter(shape.values()), Counter(i.model for i in infos)
+        first: dict[tuple[str, tuple[int, ...]], ClientInfo] = {}
+        for i in sorted(able, key=lambda i: (-shapes[shape[i.client]], -models[i.model], math.prod(shape[i.client]))):
+            first.setdefault((i.model, shape[i.client]), i)
+        return list(first.values())
 
     def gather(self, expected: int) -> list[ClientInfo]:
         """Wait until `expected` clients have registered; 0: as many as there are nodes.

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,10 +140,19 @@ class VirtualCohort(Cohort):
 
     In a simulation of many clients several share a message, so that their common arrays are encoded and sent once.
     `several` = False: each gets a message of its own, which always goes to the same node.
+
+    Attributes
+    ----------
+    members : returns all clients of a run, from their number.
+    by_size : one client is asked to register for each number of training samples too; else one of each architecture,
+        and the one with the fewest samples.
     """
 
     in_turn = True
+    most_numbers = math.inf
     several = True
+    by_size = False
+    members: Callable[[int], Sequence[Member]]
     _hosts: Sequence[int] = ()
     """The nodes; each runs any client."""
     _asked: Sequence[int] = ()
@@ -160,14 +169,16 @@ class VirtualCohort(Cohort):
         """Return how many clients there are where only Flower knows it: one for each of its nodes."""
         return int(self._introduced({0: self.request})[0].facts.get("partitions", 0))
 
-    def enrol(self, members: Sequence[Member], by_size: bool = False) -> list[ClientInfo]:
-        """Take the clients from configuration and partition, and ask a few of them to register.
+    def gather(self, expected: int) -> list[ClientInfo]:
+        """Take the clients from configuration and partition; 0: one for each of Flower's nodes."""
+        return self.enrol(self.members(expected or self.count()))
 
-        Parameters
-        ----------
-        members : all clients.
-        by_size : one client is asked for each number of training samples too; else one of each architecture, and the
-            one with the fewest samples.
+    def candidates(self, able: Sequence[ClientInfo], infos: Sequence[ClientInfo]) -> Sequence[ClientInfo]:
+        """Return the first client: all are the user's own."""
+        return able[:1]
+
+    def enrol(self, members: Sequence[Member]) -> list[ClientInfo]:
+        """Take these clients, and ask a few of them to register.
 
         Raises
         ------
@@ -178,7 +189,7 @@ class VirtualCohort(Cohort):
         self.request = replace(self.request, clients=len(members))
         if not there:
             raise BadRequest("every client of this run is blocked (blocked.csv says why): start a new run")
-        answers = asked(there, by_size)
+        answers = asked(there, self.by_size)
         self._asked = sorted({*answers.values(), *smallest(there)})
         requests = {c: replace(self.request, client=c) for c in self._asked}
         registrations = dict(zip(requests, self._introduced(requests), strict=True))

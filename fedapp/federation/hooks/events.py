@@ -29,8 +29,7 @@ class ProgressEvents(Hook):
         if exchange.kind == "evaluate":
             self.run.tell({"kind": "evaluated", **exchange.row})
         elif exchange.kind == "final":
-            # With dp real nodes send no score of their fine-tuning in any case.
-            if self.run.method.client.tunes() and (self.run.simulation or self.run.config.mechanism is None):
+            if self.run.method.client.tunes() and self.run.scored:
                 self.warn_of_tuning(exchange)
             self.tell_clients(exchange)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedapp.config import RunConfig
+from fedapp.core.averages import lower_median
 from fedapp.federation.hook import Hook, Setup
 from fedapp.federation.participants import Outcome, Progress
 from fedapp.learning.evaluation import column
@@ -92,9 +93,11 @@ class Tables(Hook):
             directory.confusion(exchange.metrics, protocols)
 
     def most(self) -> float:
-        """Return up to how many test samples a client's word counts in pooled scores."""
-        tests = (int(facts["test-examples"]) for facts in self.run.cohort.manager.facts.values())
-        return self.run.config.believed_tests(tests, self.run.simulation)
+        """Return the largest number of test samples of a client that counts in pooled scores."""
+        cap, facts = self.run.test_cap, self.run.cohort.manager.facts
+        # Without a cap no client is counted: there may be very many.
+        tests = [n for f in facts.values() if (n := int(f["test-examples"]))] if cap else []
+        return cap * lower_median(tests) if tests else math.inf
 
     def named(self, client: int) -> Mapping[str, Any]:
         """Return the columns that say whose a row is: the number, and the name where the data have names."""
