@@ -25,6 +25,9 @@ the values are NaN until `receive` has replaced them. An evaluation scores the s
 | `answer_prepare(payload)`         | for the query before round 1             | an error                        |
 | `feature_batches(exchange)`       | where statistics of features are made    | the representations             |
 
+It may also state the values `needs_state`, `alone`, `block`, `computed` and `private_logits`. A method replaces nothing
+else of `FedClient`.
+
 Only the arrays that the method declares as `shared` (or `up`) and `extra_up` leave the client.
 
 The file is long because the whole contract of a client stands in it, in the order of the table.
@@ -87,6 +90,8 @@ class FedClient(PositionalClient):
 
     block: ClassVar[int] = BATCH
     """Samples of a block of `feature_batches`."""
+    computed: ClassVar[tuple[str, ...]] = ()
+    """Names of arrays that every client computes: a payload without them can be the whole model."""
     private_logits: ClassVar[bool] = False
     """Whether a client adds logits of its own to those of the head."""
     alone: ClassVar[bool] = True
@@ -116,6 +121,7 @@ class FedClient(PositionalClient):
         self.newcomer_epochs: int | None = None  # of local training, which `meet` gives
         self.stored: Stored | None = None  # the state that `restore` has read, with `self.own`
         self.starts_from_state = True
+        self.begins = False  # whether the model is this client's own initial one
         self._unread: Collection[str] = ()  # names in the stored state that a round does not read
         self.releaser: Releaser | None = None  # with `dp`: the only way in which numbers leave
         self.scoring = False  # whether an exchange is for scores alone: nothing of it is stored or sent
@@ -363,7 +369,7 @@ class FedClient(PositionalClient):
             self.receive(payload)
         metrics: dict[str, Any] = {}
         trained = "trained" in self.task.protocols and not train
-        if trained and self._loaded is not None:
+        if trained and self.loaded is not None:
             metrics.update(self.measure("trained", balanced, further=True))
             trained = False
         if not own_model:
@@ -462,7 +468,7 @@ class FedClient(PositionalClient):
         matrix = further and self.task.confusion and not self.newcomer
         more = {"probabilities": True} if names or matrix else {}
         scores = self.score(self.task.x_test, self.task.y_test, **more)
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, Any] = {**scores.numbers}
         for name, of in {protocol: scores, **scores.further}.items():
             metrics |= {
                 f"{name}-correct": int(of.correct.sum()),
@@ -506,9 +512,12 @@ class FedClient(PositionalClient):
     def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
         """Build the model as this client left it before `server_round`; a new client gets its seeded initial model."""
         made = skeleton(type(self), self.task.spec(0), self.hparams)
-        covered = self._covered(payload)
+        names_sent = payload.all().keys() | set(self.computed)
+        covered = all_names(type(self), self.task.spec(0), self.hparams) <= names_sent
         self.starts_from_state = always or self.needs_state or not covered
-        self._unread = () if always else self._replaced(payload)
+        # Names, in a stored state, of all that `receive` replaces before a method can have looked at it.
+        read = always or self.needs_state or (self._looks() and self.starts_from_state)
+        self._unread = () if read else {f"model/{name}" for name in payload.all()}
         self.reference = payload.all()
         if self.store is not None and self.starts_from_state:
             self.stored = self.store.load(server_round, without=self._unread)
@@ -517,37 +526,27 @@ class FedClient(PositionalClient):
             self.stored = self.store.load(server_round, "own/", needed=False)
         if self.stored is not None:
             self.own = names.under("own/", self.stored.arrays)
-        begins = self._loaded is None and not covered
+        self.begins = self.loaded is None and not covered
         blank = () if self._looks() and self.starts_from_state else payload.all().keys()
-        self.model = initial_model(self) if begins else copied(made, blank)
+        self.model = initial_model(self) if self.begins else copied(made, blank)
         if self._looks() and not self.starts_from_state:
             # Without NaN the method would find an untrained model there, the same at all clients.
             state = self.model.state_dict()
             for name in payload.all().keys() & state.keys():
                 state[name].fill_(math.nan)
-        if self._loaded is not None:
-            selection.merge(self.model, names.under("model/", self._loaded.arrays))
+        if self.loaded is not None:
+            selection.merge(self.model, names.under("model/", self.loaded.arrays))
         if self.device.type != "cpu":
             self.model.to(self.device)
 
     @property
-    def _loaded(self) -> Stored | None:
+    def loaded(self) -> Stored | None:
         """The stored state that the model starts from, or None."""
         return self.stored if self.starts_from_state else None
-
-    def _replaced(self, payload: Payload) -> set[str]:
-        """Return the names, in a stored state, of what `receive` replaces before a method can have looked at it."""
-        if self.needs_state or (self._looks() and self.starts_from_state):
-            return set()
-        return {f"model/{name}" for name in payload.all()}
 
     def _looks(self) -> bool:
         """Whether the method may look at the model before it has what the server sent."""
         return type(self).receive is not FedClient.receive
-
-    def _covered(self, payload: Payload) -> bool:
-        """Return whether the payload holds every parameter and floating-point buffer of the model."""
-        return all_names(type(self), self.task.spec(0), self.hparams) <= payload.all().keys()
 
     def state(self) -> Arrays:
         """Return everything that is stored after the round."""

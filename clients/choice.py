@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from fedapp.core import names, sums
 from fedapp.core.gaussian import unpack
 from fedapp.core.sums import FeatureSums
 from fedapp.lazy import F, Tensor, torch
+from fedapp.learning.evaluation import Scores
 from fedapp.method import Arrays, Payload, Scalar
 from fedapp.reduce.spec import Totals
 
@@ -67,6 +69,7 @@ def held_out(rows: int, groups: Any, generator: torch.Generator) -> Tensor:
 class Choosing(OwnShares):
     """Answers with D_k, and takes its own head where that serves it better."""
 
+    alone = True
     repeats: ClassVar[Mapping[str, str]] = KEPT
     squares: ClassVar[bool]
     own_chosen: bool | None = None
@@ -110,10 +113,10 @@ class Choosing(OwnShares):
                 self.model.head.weight.copy_(torch.from_numpy(weight))
                 self.model.head.bias.copy_(torch.from_numpy(bias))
 
-    def measure(self, protocol: str, balanced: bool = False, further: bool = False) -> dict[str, Any]:
+    def score(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
         """Score the model; in an evaluation also say which head it has."""
-        found = super().measure(protocol, balanced, further)
-        return found if self.own_chosen is None else {**found, CHOSEN: int(self.own_chosen)}
+        found = super().score(x, y, probabilities)
+        return found if self.own_chosen is None else replace(found, numbers={CHOSEN: int(self.own_chosen)})
 
     def compared(self, prior: Arrays, scalars: Mapping[str, Scalar]) -> tuple[int, int]:
         """Return D_k of the first heads, and the number of held-out rows that exactly one of the two gets right."""

@@ -60,7 +60,7 @@ class DittoClient(PrivateClient):
 
     def receive(self, payload: Payload) -> None:
         """Load w^t into a second model, and keep v_k; a new client's v_k is its initial model, not w^t."""
-        self.personal = initial_model(self) if self._loaded is None else self.model
+        self.personal = initial_model(self) if self.loaded is None else self.model
         self.model = copied(self.personal)
         selection.merge(self.model, names.under(BUFFERS, self.own))
         super().receive(payload)
@@ -94,6 +94,6 @@ class DittoClient(PrivateClient):
         """Send w_k, keep what it needs of itself, and go on with v_k, which is scored and stored."""
         sent = selection.views(self.model, self.up_names(), sent=True)
         left = sorted(selection.float_buffers(self.model) - set(self.down_names()))
-        self.own = {BUFFERS + name: array for name, array in selection.extract(self.model, left).items()}
+        self.own = names.prefixed(BUFFERS, selection.extract(self.model, left))
         self.model = self.personal
         return sent, {}

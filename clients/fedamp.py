@@ -61,7 +61,7 @@ class FedAMPClient(FedClient):
 
     def receive(self, payload: Payload) -> None:
         """Take over u_i; set the own model aside if training starts from it."""
-        own = self.hparams.start == "own" and self._loaded is not None
+        own = self.hparams.start == "own" and self.loaded is not None
         self.left = selection.everything(self.model) if own else None
         super().receive(payload)
 

@@ -96,8 +96,7 @@ class FedClassAvgClient(FedClient):
         model would replace its result.
         """
         epochs = self.hparams.chosen.warmup_epochs
-        fresh = self._loaded is None and not self._covered(payload)
-        if epochs and fresh and self.store is not None:  # without a store every round would be the first one
+        if epochs and self.begins and self.store is not None:  # without a store every round would be the first one
             # The proximal term of the warm-up refers to the client's own initial head: none has been received yet.
             self.received_head = self.snapshot("head.")
             now, self.round = self.round, 1

@@ -66,6 +66,8 @@ def simplex(num_classes: int) -> Tensor:
 class FedETFClient(FedClient):
     """Trains towards directions that are fixed and the same for all, on a loss that its class counts balance."""
 
+    computed = (ETF,)
+
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
         """Build the zoo's model with a projection and a simplex in the place of its head."""
@@ -76,10 +78,6 @@ class FedETFClient(FedClient):
         from clients._models import ETFModel
 
         return ETFModel(base, scale=scale, train_scale=hparams.train_scale)
-
-    def _covered(self, payload: Payload) -> bool:
-        """Whether the server sends everything but M, which is computed."""
-        return super()._covered(Payload({**payload.all(), ETF: simplex(self.task.num_classes).numpy()}))
 
     @functools.cached_property
     def prior(self) -> Tensor:

@@ -3,7 +3,7 @@ NeurIPS 2020.
 
 | symbol (paper)      | here                                                        |
 |---------------------|-------------------------------------------------------------|
-| theta_j, j in [k]   | arrays `ifca/<j>/<name>` of the payload                     |
+| theta_j, j in [k]   | arrays `ifca/<j>/<name>` of the payload, for j = 1 `<name>` |
 | F_i(theta_j)        | `self.losses[j]`, mean cross-entropy on the training split  |
 | hat j               | `self.choice`                                               |
 
@@ -27,7 +27,7 @@ from fedapp.models import selection
 PREFIX = "ifca/"
 wire_name = functools.partial(names.numbered, PREFIX)
 split_payload = functools.partial(names.split_numbered, PREFIX)
-"""Wire name of the array `name` of a cluster's model, and the way back to (the rest, models by cluster)."""
+"""Wire name of the array `name` of a further cluster's model, and the way back to (the first model, the others)."""
 
 
 class IFCAHParams(BaseHParams):
@@ -58,23 +58,17 @@ class IFCAClient(FedClient):
 
     def receive(self, payload: Payload) -> None:
         """Score all models on the training split and take the one with the lowest loss: hat j = argmin_j F_i."""
-        rest, models = split_payload(payload)
-        super().receive(rest)
-        losses = []
+        first, others = split_payload(payload)
+        super().receive(first)
+        models, losses = [first.all(), *others], []
         for arrays in models:
             selection.merge(self.model, arrays)
             losses.append(self.score(self.task.x_train, self.task.y_train).loss)
-        if models:
-            self.losses = tuple(losses)
-            self.choice = choose(losses)
-            selection.merge(self.model, models[self.choice])
-            self.reference = {**rest.all(), **models[self.choice]}
+        self.losses = tuple(losses)
+        self.choice = choose(losses)
+        selection.merge(self.model, models[self.choice])
+        self.reference = {**first.all(), **models[self.choice]}
 
     def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Return hat j."""
         return {}, {"ifca-cluster": self.choice}
-
-    def _covered(self, payload: Payload) -> bool:
-        """Whether any one cluster's model, with what is shared by all, is a whole model."""
-        rest, models = split_payload(payload)
-        return super()._covered(Payload(arrays={**rest.all(), **(models[0] if models else {})}))

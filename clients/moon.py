@@ -53,7 +53,7 @@ class MoonClient(FedClient):
     def receive(self, payload: Payload) -> None:
         """Put w_i^{t-1} aside before w^t replaces it."""
         # A copy: the model itself goes on to become w^t.
-        self.previous = None if self._loaded is None else _frozen(self.model)
+        self.previous = None if self.loaded is None else _frozen(self.model)
         super().receive(payload)
 
     def before_training(self, payload: Payload) -> None:

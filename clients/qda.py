@@ -48,10 +48,10 @@ class QDAHParams(HeadHParams):
     )
     force: bool = Field(False, description="also a head above 1 GB, and answers above 100 MB")
 
-    def settled(self, given: bool = False, private: bool = False) -> Self:
+    def settled(self, given: bool = False) -> Self:
         """Return them with the scale that `auto` stands for: a quadratic head has none of a trained one's."""
-        found = super().settled(given, private)
-        return found.model_copy(update={"scale": "none" if private else "fit"}) if self.scale == "auto" else found
+        found = super().settled(given)
+        return found.model_copy(update={"scale": "fit"}) if self.scale == "auto" else found
 
     def strength(self, scale: float) -> float:
         """Return the factor of the logits, if these hold log n_c / N."""
@@ -82,5 +82,5 @@ class QDAClient(LossesClient, MomentsClient):
 
     def phases(self) -> Sequence[Phase]:
         """Train as the base does, and nothing once the head is quadratic: it is the solution."""
-        head: Any = getattr(self, "model", None)
-        return [] if head is not None and head.head.factor is not None else super().phases()
+        head: Any = self.model.head
+        return [] if head.factor is not None else super().phases()

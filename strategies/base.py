@@ -23,6 +23,8 @@ order of the client ids, and must read all of them.
 `query` is the only other exchange with clients. It returns the reductions that `Method.reduces` declares for
 `query.<kind>`. `final` holds the clients' last scores.
 
+A class may name entries of its state that only note numbers in `records`. It replaces nothing else of its bases.
+
 The state is a nested dict of arrays and plain values. `fedapp/federation/loop.py` calls these functions round by round;
 `strategies/_flower.py` runs the same functions in Flower's own loop, for apps other than fedapp.
 """

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from clients.ifca import IFCAClient, IFCAHParams, wire_name
-from fedapp.core.averages import within
+from fedapp.core.averages import blended
 from fedapp.errors import BadRequest
 from fedapp.method import HEAD, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
@@ -47,9 +47,9 @@ class IFCA(Strategy):
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return all k models, the same for every client."""
-        common: Arrays = dict(state["shared"])
+        common: Arrays = {**state["shared"], **state["clusters"][0]}
         for c, model in state["clusters"].items():
-            common.update({wire_name(c, n): a for n, a in model.items()})
+            common.update({wire_name(c, n): a for n, a in model.items() if c})
         return Payload(common=common)
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
@@ -80,12 +80,7 @@ class IFCA(Strategy):
 
     def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
         """Return the weights within the clusters, by the clients' last choices."""
-        if not state["chosen"]:
-            return None
-        by_samples = self.hparams.weighting == "samples"
-        ids, matrix = within(state["chosen"], sizes if by_samples else dict.fromkeys(state["chosen"], 1.0))
-        count = len(set(state["chosen"].values()))
-        return ids, matrix, f"{count} clusters, within them {'by sample counts' if by_samples else 'alike'}"
+        return blended(state["chosen"], sizes, self.hparams.weighting) if state["chosen"] else None
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the members of each cluster, by their last choice."""

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from clients import base
+import clients.base
+import strategies.base
 from clients.base import FedClient
 from fedapp import registry
 from fedapp.cli.listing import NOTES, notes
 from fedapp.core import names
 from fedapp.engines.local import RunResult, run
-from fedapp.method import Reply
+from fedapp.method import BaseHParams, Reply
 from fedapp.registry import ORDER
 from fedapp.transport import checkpoint
+from strategies.base import Strategy
 from tests.costs import SETTINGS, costs, counted, mixed
 from tests.handmade import deterministic
+from tests.house import FILES, MODULES, module, room
 from tests.matrix import methods
 
 METHODS = list(registry.discover())
@@ -152,16 +158,44 @@ HOOKS = {
 
 
 def test_the_table_of_a_client_lists_its_hooks() -> None:
-    listed = re.findall(r"^\| `(\w+)\(", base.__doc__ or "", flags=re.M)
+    listed = re.findall(r"^\| `(\w+)\(", clients.base.__doc__ or "", flags=re.M)
     assert set(listed) == HOOKS and len(listed) == len(set(listed))
     assert all(callable(getattr(FedClient, name)) for name in listed)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "ccvr(base=moon clsprox=0.1)", "fedproto(inference=prototype)"])
-def test_a_client_defines_no_function_of_the_base_but_its_hooks(method: str) -> None:
-    name, _, args = method.rstrip(")").partition("(")
-    found = registry.get(name)
-    client = registry.resolve(found, registry.parse_args(found, args)).client
-    bases = [kind for kind in client.__mro__ if issubclass(kind, FedClient) and kind is not FedClient]
-    own = {n for kind in bases for n in vars(kind) if callable(getattr(FedClient, n, None)) and not n.startswith("_")}
-    assert own <= HOOKS
+def classes_of(base: type[Any]) -> Iterator[type[Any]]:
+    """All classes of the project that inherit from a base."""
+    for kind in base.__subclasses__():
+        yield from classes_of(kind)
+        if kind.__module__.startswith(("clients.", "strategies.", "fedapp.")):
+            yield kind
+
+
+@pytest.mark.parametrize(("base", "module"), [(FedClient, clients.base), (Strategy, strategies.base)])
+def test_a_method_replaces_nothing_of_its_base_but_what_the_contract_names(base: type[Any], module: Any) -> None:
+    for name in MODULES:
+        importlib.import_module(name) if name.startswith(("clients.", "strategies.", "fedapp.privacy.")) else None
+    named = set(re.findall(r"`(\w+)", module.__doc__))
+    assert len(list(classes_of(base))) > 20
+    for kind in classes_of(base):
+        own = {n for n in vars(kind) if hasattr(base, n) and not n.startswith("__") and n != "_abc_impl"}
+        assert own <= named, f"{kind.__module__}.{kind.__name__}"
+
+
+ASKED = {"METHOD", "pull_interval", "getuid", "__func__", "shape", "model"}
+"""Attributes of other objects, and one of `FedClient`, for which is asked before they exist."""
+
+
+def test_nothing_is_asked_of_a_method_that_its_contract_does_not_name() -> None:
+    named = ASKED | set(re.findall(r"`(\w+)`", BaseHParams.__doc__ or ""))
+    rooms = ("clients", "strategies", "client_app", "client_steps", "config", "federation", "method", "privacy",
+             "reduce", "registry", "server_app", "tasks")  # fmt: skip
+    for path in (p for p in FILES if room(module(p)) in rooms):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr")
+            ):
+                name = node.args[1]
+                assert not isinstance(name, ast.Constant) or name.value in named, f"{path}:{node.lineno}"

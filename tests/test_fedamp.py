@@ -268,7 +268,7 @@ def test_the_stored_model_is_read_only_where_training_starts_from_it(tmp_path) -
     for start in ("mix", "own"):
         made = FedAMPClient(task, METHOD, hparams_of(start=start), store)
         made.restore(2, initial())
-        assert (made._loaded is not None) == (start == "own")
+        assert (made.loaded is not None) == (start == "own")
 
 
 def test_a_client_that_never_trained_starts_from_what_it_received() -> None:

@@ -29,7 +29,7 @@ class Scores:
     correct, total : (C,) int64 per class.
     loss_sum : sum of the samples' cross-entropies, in nats.
     probabilities : (n, C) float64, the softmax of the logits that the loss is of; None where they were not asked for.
-    further : other scores on the same samples, by name, for the same reply.
+    further : other scores on the same samples, by name, for the same reply.   numbers : a method's own, for it too.
     """
 
     correct: NDArray[np.int64]
@@ -37,6 +37,7 @@ class Scores:
     loss_sum: float
     probabilities: NDArray[np.float64] | None = None
     further: Mapping[str, Scores] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
