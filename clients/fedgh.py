@@ -21,7 +21,7 @@ With `dp = example` noised sums and counts of all classes take the place of LARs
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -53,6 +53,7 @@ class FedGHHParams(BaseHParams):
     min_class_count: int = Field(
         1, ge=1, description="leave out classes with fewer samples: the LAR of one sample is that sample (paper: 1)"
     )
+    exact: ClassVar = {("order", "arrival"): "says how long clients take: take shuffled or sorted"}
 
 
 class FedGHClient(FedClient):

@@ -31,7 +31,7 @@ class PostHocHParams(BaseHParams):
     )
     base_args: str = Field("", description="the base method's hyperparameters; written base.NAME=value")
 
-    def settled(self, given: bool = False, private: bool = False) -> Self:
+    def settled(self, given: bool = False) -> Self:
         """Return them with the base that `auto` stands for."""
         base = ("none" if given else "fedavg") if self.base == "auto" else self.base
         return self.model_copy(update={"base": base})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +32,24 @@ SUM_BITS = "sum-bits"
 
 
 class BaseHParams(BaseModel):
-    """Hyperparameters of a method: frozen and typed; unknown names are refused. Field descriptions document them."""
+    """Hyperparameters of a method: frozen and typed; unknown names are refused. Field descriptions document them.
+
+    The run reads `base`, `small`, `totals`, `wire` and `random_features` where a method has them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def settled(self, given: bool = False, private: bool = False) -> Self:
+    auto_with_noise: ClassVar[Mapping[str, Any]] = {}
+    """The values that `auto` stands for in a run with `dp`, by name, where they are others."""
+    exact: ClassVar[Mapping[tuple[str, Any], str]] = {}
+    """Names and values that a run with `dp = example` refuses, with the reason."""
+
+    def settled(self, given: bool = False) -> Self:
         """Return them with a value for each `auto`.
 
         Parameters
         ----------
-        given : the data are features, and the model is its head alone.   private : the run has `dp`.
+        given : the data are features, and the model is its head alone.
         """
         return self
 

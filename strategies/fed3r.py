@@ -62,10 +62,13 @@ class Fed3RHParams(SquaresHParams):
             raise ValueError("lam=gcv finds the penalty itself: leave relative out")
         return self
 
-    def settled(self, given: bool = False, private: bool = False) -> Self:
-        """Return them with the penalty that `auto` stands for; the sums of a run with noise do not fit GCV."""
-        found = super().settled(given, private)
-        gcv = found.base == "none" and not private and not self.relative
+    # The sums of a run with noise do not fit cross-validation.
+    auto_with_noise: ClassVar = {**SquaresHParams.auto_with_noise, "lam": 0.01}
+
+    def settled(self, given: bool = False) -> Self:
+        """Return them with the penalty that `auto` stands for."""
+        found = super().settled(given)
+        gcv = found.base == "none" and not self.relative
         return found.model_copy(update={"lam": "gcv" if gcv else 0.01}) if self.lam == "auto" else found
 
     def solved(self, found: Totals) -> tuple[Float64, dict[str, Any]]:

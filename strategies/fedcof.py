@@ -47,9 +47,9 @@ class FedCOFHParams(SumsHParams):
         """Return whether the features' mean square is needed."""
         return self.gamma == "mean-square"
 
-    def settled(self, given: bool = False, private: bool = False) -> Self:
+    def settled(self, given: bool = False) -> Self:
         """Return them with the gamma that `auto` stands for: 1 would hide features of norm 1."""
-        found = super().settled(given, private)
+        found = super().settled(given)
         gamma = "mean-square" if found.base == "none" else 1.0
         return found.model_copy(update={"gamma": gamma}) if self.gamma == "auto" else found
 

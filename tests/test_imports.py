@@ -81,8 +81,12 @@ def test_a_method_is_mathematics_alone(path: Path) -> None:
     ours = {m for m in imports(path) & MODULES if m.startswith("fedapp.")}
     assert not {m for m in ours if not f"{m}.".startswith(tuple(f"{a}." for a in allowed))}
     assert not ours & REFUSED
-    read = {n.attr for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Attribute)}
-    assert base or not read & POLICY
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    assert base or not {n.attr for n in nodes if isinstance(n, ast.Attribute)} & POLICY
+    assert "private" not in {n.arg for n in nodes if isinstance(n, ast.arg)}
+    asked = {n.attr for node in nodes if isinstance(node, ast.If | ast.IfExp) for n in ast.walk(node.test)
+             if isinstance(n, ast.Attribute)}  # fmt: skip
+    assert base or "members" not in asked, "a method reads one reply and the sum of several alike"
 
 
 def test_the_rule_of_a_method_is_found_from_its_page() -> None:

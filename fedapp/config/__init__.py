@@ -273,7 +273,8 @@ def _with_features(config: RunConfig) -> RunConfig:
     method = registry.get(settings.method)
     asked = registry.parse_args(method, settings.method_args)
     given, private = set(config.model.names) == {IDENTITY}, config.privacy.dp != "none"
-    found = asked.settled(given, private)
+    noised = {n: v for n, v in asked.auto_with_noise.items() if private and getattr(asked, n) == "auto"}
+    found = asked.model_copy(update=noised).settled(given)
     new = {name: value for name, value in found if value != getattr(asked, name)}
     if all(value == getattr(method.hparams().settled(), name) for name, value in new.items()):
         new = {}  # what they stand for in most runs

@@ -109,18 +109,9 @@ def _check_example(config: RunConfig, method: Method, hparams: BaseHParams) -> N
     least = getattr(hparams, threshold, 1) if threshold else 1
     if least > 1:
         raise _refused(config, f"{threshold} is a threshold on true counts: leave it at 1, all classes are sent")
-    if getattr(hparams, "order", "") == "arrival":
-        raise _refused(config, "order=arrival says how long clients take: take shuffled or sorted")
-    if getattr(hparams, "scale", "") == "fit":
-        raise _refused(config, "scale=fit asks for exact losses: take scale=trained or none")
-    if getattr(hparams, "choose", False):
-        raise _refused(config, "choose=true sends exact numbers of held-out rows: leave it out")
-    if getattr(hparams, "oracle", False):
-        raise _refused(config, "oracle=true sends the features themselves: leave it out")
-    if getattr(hparams, "cov", "full") not in ("full", "sums"):
-        raise _refused(config, "cov: noise is added to the sums of each class, so that only full and sums are possible")
-    if getattr(hparams, "transform", "none") != "none":
-        raise _refused(config, "transform changes the norm that bounds what one image can change: take transform=none")
+    for (key, value), why in hparams.exact.items():
+        if getattr(hparams, key) == value:
+            raise _refused(config, f"{key}={str(value).lower()} {why}")
     if config.robustness.robust != "none":
         raise _refused(config, "robust compares single clients, whose statistics are mostly noise: leave it out")
     if len(set(config.model.names)) > 1:
