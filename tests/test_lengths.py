@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import functools
+import io
+import re
+import tokenize
 from collections import defaultdict
 from pathlib import Path
 
-from tests.house import FILES, PAGE
+import pytest
+
+from tests.house import FILES, PAGE, ROOT
 
 LONG_CLASS, LONG_FILE, LONG_FUNCTION, PARAMETERS = 350, 600, 60, 8
 NAMED = {"FedClient", "Strategy"}
@@ -87,3 +92,27 @@ def test_few_functions_have_many_parameters() -> None:
                 if len(names) - (names[:1] in (["self"], ["cls"])) > PARAMETERS:
                     found.append((path.name, node.name))
     assert len(found) <= MANY_PARAMETERS, found
+
+
+def code_of(path: Path) -> set[int]:
+    """Numbers of the lines of a file that are not blank, a comment or part of a docstring."""
+    text = path.read_text(encoding="utf-8")
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in skipped]
+    lines = {line for t in tokens for line in range(t.start[0], t.end[0] + 1)}
+    texts = (n for n in nodes(path) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+    return lines - {line for n in texts for line in range(n.lineno, (n.end_lineno or 0) + 1)}
+
+
+@pytest.mark.parametrize(
+    ("method", "most", "equations"),
+    [("fedclassavg", 60, "345"), ("cwfedavg", 140, "45678"), ("fedgh", 120, "34"), ("ccvr", 160, "234")],
+)
+def test_one_of_the_four_methods_reads_as_its_paper(method: str, most: int, equations: str) -> None:
+    server, client = (ROOT / room / f"{method}.py" for room in ("strategies", "clients"))
+    assert len(code_of(server)) <= most
+    known, text = "", server.read_text(encoding="utf-8") + client.read_text(encoding="utf-8")
+    for numbers in re.findall(r"Eqs?\. ([\d, and]+)", text):
+        known += numbers
+    assert set(equations) <= set(known)
+    assert "symbol (paper)" in text
