@@ -121,26 +121,26 @@ class NearestPrototype(nn.Module):
         return -torch.where(self.known[None, :], distances, farthest)
 
 
-class CCVRHead(nn.Linear):
-    """A linear head with the options of calibration: Tukey's transform before it, and weight vectors of norm 1.
+class LikeLinear(nn.Linear):
+    """A linear layer with the values of another one, `plain`, and as trainable as it."""
 
-    It holds ``weight`` (C, d) and ``bias`` (C,) like any linear head. ``transform`` is set from outside once the head
-    is calibrated for it, so that re-training and inference see the same inputs. With ``normalise`` the bias stays 0 and
-    is not trained.
-
-    Parameters
-    ----------
-    plain : nn.Linear
-        The head whose values it starts from.
-    normalise : bool
-        As in `logits`.
-    """
-
-    def __init__(self, plain: nn.Linear, normalise: bool) -> None:
+    def __init__(self, plain: nn.Linear) -> None:
         super().__init__(plain.in_features, plain.out_features)
         self.load_state_dict(plain.state_dict())
         for own, given in zip(self.parameters(), plain.parameters()):
             own.requires_grad_(given.requires_grad)
+
+
+class CCVRHead(LikeLinear):
+    """A linear head with the options of calibration: Tukey's transform before it, and weight vectors of norm 1.
+
+    It holds ``weight`` (C, d) and ``bias`` (C,) like any linear head. ``transform`` is set from outside once the head
+    is calibrated for it, so that re-training and inference see the same inputs. With ``normalise``, as in `logits`, the
+    bias stays 0 and is not trained.
+    """
+
+    def __init__(self, plain: nn.Linear, normalise: bool) -> None:
+        super().__init__(plain)
         self.normalise = normalise
         self.transform = False
         if normalise:
@@ -152,26 +152,18 @@ class CCVRHead(nn.Linear):
         return logits(tukey(z) if self.transform else z, self.weight, self.bias, self.normalise)
 
 
-class QuadraticHead(nn.Linear):
+class QuadraticHead(LikeLinear):
     """A linear head that becomes one of Gaussian densities: logit_c = -|U_c^T (z - mu_c)|^2 / 2 + b_c.
 
     A quadratic head has ``weight`` (C, d), the means mu_c, ``bias`` (C,), and ``factor`` (C, d (d + 1) / 2), the upper
     triangles of U_c. A class without samples has the factor 0; its logit is `UNSEEN` plus the mean of the others.
-
-    Parameters
-    ----------
-    plain : nn.Linear
-        The head whose values it starts from.
     """
 
     factor: Tensor | None
     place: Tensor
 
     def __init__(self, plain: nn.Linear) -> None:
-        super().__init__(plain.in_features, plain.out_features)
-        self.load_state_dict(plain.state_dict())
-        for own, given in zip(self.parameters(), plain.parameters()):
-            own.requires_grad_(given.requires_grad)
+        super().__init__(plain)
         self.register_buffer("factor", None)
 
     def make_quadratic(self) -> None:

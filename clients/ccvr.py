@@ -27,10 +27,11 @@ from clients.posthoc import PostHocClient, PostHocHParams
 from fedapp.core import gaussian, heads
 from fedapp.core.contrastive import squared_distance
 from fedapp.core.gaussian import ClassMoments
+from fedapp.core.names import prefixed
 from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch
-from fedapp.method import Array, Arrays, Payload, Scalar
+from fedapp.method import Arrays, Payload, Scalar
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
@@ -79,6 +80,15 @@ class CCVRHParams(PostHocHParams):
     clsnorm: bool = Field(False, description="train and infer with weight vectors of norm 1 and no bias (Sec. 3.3)")
     clsprox: float = Field(0.0, ge=0, description="mu of the proximal term on the head while training (Sec. 3.3)")
 
+    exact: ClassVar = {
+        ("oracle", True): "sends the features themselves: leave it out",
+        **{("cov", c): "has no form with noise: only full and sums have one" for c in ("diag", "lowrank", "pooled")},
+        **{
+            ("transform", t): "changes the norm that bounds what one image can change: take transform=none"
+            for t in ("feature", "sample", "sample-only")
+        },
+    }
+
     @property
     def transforms_input(self) -> bool:
         """Whether a head that was calibrated sees transformed representations."""
@@ -105,10 +115,10 @@ class MomentsClient(PostHocClient):
         if kind == "statistics":
             centres = payload.all()[CENTRES] if s.cov == "sums" else None
             found = gaussian.to_arrays(self.moments(kind), s.cov, s.rank, s.dtype, centres)
-            return _named(STATISTICS, found), self.measure("received")
+            return prefixed(STATISTICS, found), self.measure("received")
         if kind == "totals" and s.cov == "sums":
             totals = gaussian.sums(self.moments(kind))
-            return _named(STATISTICS, {n: totals[n] for n in ("count", "sum")}), {}
+            return prefixed(STATISTICS, {n: totals[n] for n in ("count", "sum")}), {}
         return super().answer(kind, payload)
 
     def moments(self, kind: str) -> ClassMoments:
@@ -143,14 +153,14 @@ class CCVRClient(MomentsClient):
     def configure_model(cls, model: SplitModel, scalars: Mapping[str, Scalar]) -> None:
         """Put Tukey's transform before the head once the head is calibrated for it."""
         super().configure_model(model, scalars)
-        head: Any = model.head
-        if hasattr(head, "transform"):
+        if cls.settings.transforms_input:
+            head: Any = model.head
             head.transform = bool(scalars.get("tukey", False))
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer also `features` (the oracle)."""
         if kind == "features" and self.settings.oracle:
-            return _named(FEATURES, self.features()), {}
+            return prefixed(FEATURES, self.features()), {}
         return super().answer(kind, payload)
 
     def transformed(self, z: Tensor) -> Tensor:
@@ -180,7 +190,3 @@ class Proximal(PostHocClient):
         loss = super().step_loss(batch)  # first: the order in which gradients are added up decides their last bits
         distance = squared_distance(list(self.model.head.parameters()), self.received_head)
         return loss + 0.5 * self.settings.clsprox * distance
-
-
-def _named(prefix: str, arrays: Mapping[str, Array]) -> Arrays:
-    return {prefix + name: array for name, array in arrays.items()}

@@ -6,9 +6,11 @@ mode and without augmentation; `train`, from the rows of the last local epoch, c
 
 from __future__ import annotations
 
+import numpy as np
+
 from clients.base import FedClient
 from fedapp.core.classmeans import ClassMeans, Rows
-from fedapp.lazy import Tensor
+from fedapp.lazy import Tensor, torch
 from fedapp.method import Payload
 
 
@@ -26,6 +28,16 @@ class ClassMeansClient(FedClient):
     def rows_width(self) -> int:
         """Length of one row."""
         return self.model.width
+
+    def received_rows(self, payload: Payload, name: str) -> tuple[Tensor, Tensor]:
+        """Return the rows (C, rows_width) of a payload by their labels, and which classes have one, (C,)."""
+        arrays, classes = payload.all(), self.task.num_classes
+        labels = torch.from_numpy(arrays["labels"].astype(np.int64)).to(self.device)
+        rows = torch.zeros(classes, self.rows_width, device=self.device)
+        rows[labels] = torch.from_numpy(arrays[name].astype(np.float32)).to(self.device)
+        known = torch.zeros(classes, dtype=torch.bool, device=self.device)
+        known[labels] = True
+        return rows, known
 
     def before_training(self, payload: Payload) -> None:
         """Begin with empty sums."""

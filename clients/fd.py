@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field
 
 from clients.classmeans import ClassMeansClient
@@ -79,13 +78,7 @@ class FDClient(ClassMeansClient):
 
     def receive(self, payload: Payload) -> None:
         """Take the targets (M, C) with their labels (M,); the model stays the client's own."""
-        arrays = payload.all()
-        labels = torch.from_numpy(arrays["labels"].astype(np.int64)).to(self.device)
-        classes = self.task.num_classes
-        self.targets = torch.zeros(classes, classes, device=self.device)
-        self.targets[labels] = torch.from_numpy(arrays["outputs"].astype(np.float32)).to(self.device)
-        self.known = torch.zeros(classes, dtype=torch.bool, device=self.device)
-        self.known[labels] = True
+        self.targets, self.known = self.received_rows(payload, "outputs")
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return the loss on labels plus gamma times the loss on targets."""

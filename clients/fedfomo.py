@@ -112,16 +112,15 @@ class FedFomoClient(FedClient):
     values: tuple[float, ...] = ()
 
     def __init__(self, task: Task, method: Method, hparams: Any, store: ClientStore | None = None) -> None:
-        if task.x_validation is not None and task.y_validation is not None and len(task.y_validation):
-            self.x_validation, self.y_validation = task.x_validation, task.y_validation
-            super().__init__(task, method, hparams, store)
-            return
-        generator = sampling.torch_generator(task.seed, "fomo-validation", task.client)
-        train, validation = held_out(task.num_samples, hparams.validation, generator)
-        train, validation = train.to(task.y_train.device), validation.to(task.y_train.device)
-        self.x_validation, self.y_validation = task.x_train[validation], task.y_train[validation]
-        kept = dataclasses.replace(task, x_train=task.x_train[train], y_train=task.y_train[train])
-        super().__init__(kept, method, hparams, store)
+        x, y = task.x_validation, task.y_validation
+        if x is None or y is None or not len(y):
+            generator = sampling.torch_generator(task.seed, "fomo-validation", task.client)
+            parts = held_out(task.num_samples, hparams.validation, generator)
+            train, validation = (rows.to(task.y_train.device) for rows in parts)
+            x, y = task.x_train[validation], task.y_train[validation]
+            task = dataclasses.replace(task, x_train=task.x_train[train], y_train=task.y_train[train])
+        self.x_validation, self.y_validation = x, y
+        super().__init__(task, method, hparams, store)
 
     def receive(self, payload: Payload) -> None:
         """Weigh the other clients' models on the validation split and move towards the useful ones."""
@@ -154,7 +153,7 @@ class FedFomoClient(FedClient):
     def before_training(self, payload: Payload) -> None:
         """Keep the mixed model, from which training starts, where other models are compared with it."""
         if self.hparams.baseline == "before":
-            self.own = {BEFORE + n: a for n, a in self.reference.items()}
+            self.own = names.prefixed(BEFORE, self.reference)
 
     def validation_loss(self) -> float:
         """Mean cross-entropy of the present model on the validation split, in evaluation mode without gradients."""

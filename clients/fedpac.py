@@ -115,4 +115,4 @@ class FedPACClient(FedClient):
         """Return what the server combines heads by, and the class means with the new body."""
         found = self.class_statistics()
         after = {"proto": found.means.float().cpu().numpy(), "count": found.counts.int().cpu().numpy()}
-        return {PAC + name: array for name, array in {**self.before, **after}.items()}, {}
+        return names.prefixed(PAC, {**self.before, **after}), {}

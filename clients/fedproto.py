@@ -81,12 +81,7 @@ class FedProtoClient(ClassMeansClient):
 
     def receive(self, payload: Payload) -> None:
         """Take the prototypes (M, r) with their labels (M,); the model stays the client's own."""
-        arrays = payload.all()
-        labels = torch.from_numpy(arrays["labels"].astype(np.int64)).to(self.device)
-        self.prototypes = torch.zeros(self.task.num_classes, self.model.width, device=self.device)
-        self.prototypes[labels] = torch.from_numpy(arrays["protos"].astype(np.float32)).to(self.device)
-        self.known = torch.zeros(self.task.num_classes, dtype=torch.bool, device=self.device)
-        self.known[labels] = True
+        self.prototypes, self.known = self.received_rows(payload, "protos")
 
     def before_training(self, payload: Payload) -> None:
         """Also score nearest-prototype prediction, with the prototypes that were received."""

@@ -109,12 +109,6 @@ class KTpFLClient(FedClient):
         public: Tensor = images
         return public
 
-    @property
-    def public_batch(self) -> int:
-        """Images per distillation step."""
-        size: int = self.hparams.public_batch or self.task.train.batch_size
-        return size
-
     def receive(self, payload: Payload) -> None:
         """Take the target; the model stays the client's own."""
         target = payload.all()["target"].astype(np.float32)
@@ -136,7 +130,8 @@ class KTpFLClient(FedClient):
         if not epochs or (self.hparams.freeze_bn if self.target is None else not len(self.target)):
             return []
         public = self.public
-        spec = self.training.replaced(local_epochs=epochs, batch_size=self.public_batch, augment="none")
+        size = self.hparams.public_batch or self.task.train.batch_size
+        spec = self.training.replaced(local_epochs=epochs, batch_size=size, augment="none")
         no_labels = torch.zeros(len(public), dtype=torch.int64, device=self.device)
         return [Phase(self.distil_step, spec, draws="public", rows=(public, no_labels))]
 

@@ -7,7 +7,7 @@ one step on each model, both from the predictions before the step. The small mod
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import Field, field_validator
@@ -17,13 +17,15 @@ from fedapp.core import names
 from fedapp.errors import suggest_choice
 from fedapp.lazy import Tensor, nn
 from fedapp.learning.training import Phase
-from fedapp.method import ALL, Array, Arrays, BaseHParams, Payload
+from fedapp.method import ALL, Arrays, BaseHParams, Payload
 from fedapp.models import MODEL_NAMES, build_model, check_form, default_small, is_own, own, selection
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
 
 SMALL = "small/"
+prefixed, stripped = functools.partial(names.prefixed, SMALL), functools.partial(names.under, SMALL)
+"""Put the prefix before names of arrays, and take the arrays with it without it."""
 Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """A mean loss of logits (B, C) and labels (B,)."""
 
@@ -58,16 +60,6 @@ def build_small(hparams: Any, *, num_classes: int, shape: tuple[int, ...], seed:
 def small_arrays(small: nn.Module) -> Arrays:
     """Copy the arrays of a small model that travel: parameters and floating-point buffers, by wire name."""
     return selection.extract(small, selection.shared_names(small, ALL))
-
-
-def prefixed(arrays: Mapping[str, Array]) -> Arrays:
-    """Put `small/` before every name."""
-    return {SMALL + name: array for name, array in arrays.items()}
-
-
-def stripped(arrays: Mapping[str, Array]) -> Arrays:
-    """Return the arrays under `small/`, without that prefix."""
-    return names.under(SMALL, arrays)
 
 
 class MutualClient(FedClient):

@@ -98,4 +98,4 @@ class ScaffoldClient(FedClient):
                 new = (total / self.report.steps).cpu().numpy()
                 change[name] = new - self.own_control(name)
                 self.own[CONTROL + name] = new
-        return {CONTROL + name: a for name, a in change.items()}, {}
+        return names.prefixed(CONTROL, change), {}

@@ -36,6 +36,7 @@ from clients._initial import initial_model
 from clients.posthoc import PostHocClient, PostHocHParams
 from clients.shares import Float64, SharesClient, shares
 from fedapp.core import sums
+from fedapp.core.names import prefixed
 from fedapp.core.sums import FeatureSums, Real
 from fedapp.lazy import torch
 from fedapp.method import SUM_BITS, Arrays, Payload, Scalar
@@ -69,10 +70,13 @@ class HeadHParams(PostHocHParams):
         False, description="each client adds the logarithm of its own class shares to the bias, at no byte (no paper)"
     )
 
-    def settled(self, given: bool = False, private: bool = False) -> Self:
+    auto_with_noise: ClassVar = {"scale": "none"}
+    exact: ClassVar = {("scale", "fit"): "asks for exact losses: take scale=trained or none"}
+
+    def settled(self, given: bool = False) -> Self:
         """Return them with the scale that `auto` stands for: a head that nothing trained has no scale of its own."""
-        found = super().settled(given, private)
-        scale = "none" if private else "fit" if found.base == "none" or self.personal else "trained"
+        found = super().settled(given)
+        scale = "fit" if found.base == "none" or self.personal else "trained"
         return found.model_copy(update={"scale": scale}) if self.scale == "auto" else found
 
 
@@ -85,10 +89,12 @@ class SumsHParams(HeadHParams):
         "(no paper)",
     )
 
-    def settled(self, given: bool = False, private: bool = False) -> Self:
+    exact: ClassVar = {**HeadHParams.exact, ("choose", True): "sends exact numbers of held-out rows: leave it out"}
+
+    def settled(self, given: bool = False) -> Self:
         """Return them with `personal` where `choose` implies it."""
         asked = self.model_copy(update={"personal": True}) if self.choose else self
-        return super(SumsHParams, asked).settled(given, private)
+        return super(SumsHParams, asked).settled(given)
 
     def energy(self) -> bool:
         """Return whether the head needs the features' mean square; each client then sends `sum |z|^2 / d`."""
@@ -194,7 +200,7 @@ class SumsClient(LossesClient):
             arrays = found.arrays()
             if self.squares:
                 arrays["a"] = arrays["a"].astype(self.settings.precision(), copy=False)
-            return {SUMS + name: array for name, array in arrays.items()}, self.measure("received")
+            return prefixed(SUMS, arrays), self.measure("received")
         return super().answer(kind, payload)
 
 

@@ -30,6 +30,7 @@ from fedapp.client_steps import (
     secure_sum,
 )
 from fedapp.config import RunConfig, dp_rules
+from fedapp.core.names import prefixed
 from fedapp.core.secure_sum import Unsafe
 from fedapp.data import partitions
 from fedapp.data.moments import feature_sums
@@ -304,7 +305,7 @@ class Handlers:
     def scaling(self, request: RoundRequest, payload: Payload) -> Outcome:
         """Return the sums from which mean and deviation of the features of all clients follow."""
         sums = feature_sums(self.client.task.x_train.cpu().numpy())
-        return Outcome({SCALING + name: array for name, array in sums.items()})
+        return Outcome(prefixed(SCALING, sums))
 
     def keep(self, protocol: str, request: RoundRequest, rounds: int, payload: Payload) -> None:
         """Keep the model of a score for use after the run: on a real node always, in a simulation at the end."""

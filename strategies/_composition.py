@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,15 +35,13 @@ from fedapp.models import is_own
 from fedapp.reduce.spec import Query, Reduced
 from strategies.base import Strategy
 
-T = TypeVar("T")
-
 BASES = ("base=fedavg", "base=fedprox", "base=fedavgm", "base=moon")
 """Named in the message for an unsuitable base; all other methods with one global model are suitable too."""
 RANDOM = "random: drawn from the seed and never trained"
 """The summary's text for a body of fedapp's own that was not trained and got no weights."""
 
 
-def on(outer: type[T], base: type[Any], settings: BaseHParams, base_hparams: BaseHParams) -> type[T]:
+def _on(outer: Any, base: Any, settings: BaseHParams, base_hparams: BaseHParams) -> Any:
     """Return a class that inherits from `outer` and `base`; the same class for the same arguments.
 
     Parameters
@@ -51,15 +49,11 @@ def on(outer: type[T], base: type[Any], settings: BaseHParams, base_hparams: Bas
     outer, base : two subclasses of one class, both cooperative.
     settings, base_hparams : become class attributes of these names.
     """
-    found: type[T] = _on((outer, base), settings, base_hparams)
-    return found
-
-
-@functools.lru_cache(maxsize=128)
-def _on(pair: tuple[Any, Any], settings: BaseHParams, base_hparams: BaseHParams) -> Any:
-    outer, base = pair
     space = {"settings": settings, "base_hparams": base_hparams, "__module__": outer.__module__}
-    return type(f"{outer.__name__}On{base.__name__}", pair, {**space, "__doc__": outer.__doc__})
+    return type(f"{outer.__name__}On{base.__name__}", (outer, base), {**space, "__doc__": outer.__doc__})
+
+
+on: Callable[..., Any] = functools.lru_cache(maxsize=128)(_on)
 
 
 def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> Method:

@@ -175,15 +175,15 @@ class HeadFromSums(ClosedForm):
         """Return the sums added to stored ones or, with `leave`, taken away from them, and the entry that is stored.
 
         The entry holds `sums`, k as `bits`, the largest |z|, whether no addition was rounded, and the `clients` of
-        this run. It is empty where sums are not exact, leave rows out, or were opened together.
+        this run. It is empty where sums are not exact, or leave rows out.
 
         Raises
         ------
         BadRequest : there are stored sums, and those of this run are such; or the result cannot be sums of features.
         """
         stored, b = self.context.totals, found.sums["b"]
-        single = not any(r.members for r in replies) and b[:, -1].sum() == sum(r.num_samples for r in replies)
-        if not scalars or not single or self.apart or self.settings.precision() is np.float32:
+        complete = b[:, -1].sum() == sum(r.num_samples for r in replies)
+        if not scalars or not complete or self.apart or self.settings.precision() is np.float32:
             if stored:
                 raise BadRequest(
                     f"totals = '{self.settings.totals}': sums are added only where they are exact and of all rows: "

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from clients.base import FedClient
-from fedapp.core.averages import within
+from fedapp.core.averages import blended
 from fedapp.core.pairwise import cosine_from_gram, gram
 from fedapp.method import Arrays, BaseHParams, Blend, Method, Payload, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
@@ -163,13 +163,7 @@ class CFL(Strategy):
     def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
         """Return the weights within the clusters."""
         cluster = {i: c for c, inside in state["members"].items() for i in inside}
-        by_samples = self.hparams.weighting == "samples"
-        ids, matrix = within(cluster, sizes if by_samples else dict.fromkeys(cluster, 1.0))
-        return (
-            ids,
-            matrix,
-            f"{len(state['members'])} clusters, within them {'by sample counts' if by_samples else 'alike'}",
-        )
+        return blended(cluster, sizes, self.hparams.weighting)
 
     # ---- pieces --------------------------------------------------------------------------------------------------
 

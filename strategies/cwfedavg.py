@@ -107,7 +107,7 @@ class CwFedAvg(Strategy):
             return {**state, "wdr": np.append(state["wdr"], np.nan)}
         q = class_weights(uploads.n, uploads.p)  # Eq. 6
         sizes, shares = zip(*given.values())
-        share, earlier = dict(zip(given, class_weights(np.array(sizes), np.stack(shares)))), state.get("share", {})
+        share, earlier = dict(zip(given, class_weights(np.array(sizes), np.stack(shares)))), state["share"]
         # A weakly held class keeps its g_j of the round before: one more row, with the whole weight of that class.
         for j in np.flatnonzero(weakly_held(uploads.n, uploads.p, self.hparams.tau)):
             rows.append(class_globals(_rows(state), state["q"][:, [j]])[0])

@@ -22,6 +22,7 @@ import numpy as np
 
 from clients.fd import FDClient, FDHParams
 from fedapp.core.classmeans import shortened
+from fedapp.core.distillation import problem_of
 from fedapp.method import NONE, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.reduce.spec import Reduced, Rows
 from strategies.base import Strategy
@@ -54,13 +55,8 @@ class FD(Strategy):
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse rows that are not probabilities where probabilities are averaged."""
-        outputs = reply.arrays["outputs"]
-        if self.hparams.output == "logits":
-            return None
-        # Half precision on the wire keeps about three digits.
-        if (outputs < 0).any() or (np.abs(outputs.sum(axis=1) - 1) > 1e-2).any():
-            return "outputs are not probabilities: rows must be non-negative and sum to 1"
-        return None
+        problem = problem_of(reply.arrays["outputs"]) if self.hparams.output == "softmax" else None
+        return problem and f"outputs {problem}"
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Sum what was sent per label; labels that no client sent keep their sums."""

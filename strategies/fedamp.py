@@ -82,15 +82,11 @@ class FedAMP(Strategy):
         weights = attention(models, self.hparams)
         mixed = dict(zip(clients, combine(weights, models)))
         given = {c: {"of": np.array(clients), "weights": row} for c, row in zip(clients, weights)}
-        return {
-            **state,
-            "mixed": {**state["mixed"], **mixed},
-            "attention": {**state.get("attention", {}), **given},  # a checkpoint of version 0.1 has none
-        }
+        return {**state, "mixed": {**state["mixed"], **mixed}, "attention": {**state["attention"], **given}}
 
     def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
         """Return the attention of the round in which each client was last given a mix."""
-        given = given_weights(state.get("attention", {}))
+        given = given_weights(state.get("attention", {}))  # a checkpoint of version 0.1 has none
         return given and (*given, "attention of the round in which the client was last given a mix")
 
 

@@ -12,29 +12,19 @@ from __future__ import annotations
 from clients.fml import FMLClient, FMLHParams
 from clients.mutual import build_small, prefixed, small_arrays
 from fedapp import sampling
-from fedapp.method import NONE, Arrays, Method, Payload, ServerContext, ServerState
+from fedapp.method import NONE, Method, Payload, ServerContext, ServerState
 from fedapp.reduce.spec import Mean, Reduced, weights_of
 from strategies.base import Strategy
-
-
-def initial_small(context: ServerContext, hparams: FMLHParams) -> Arrays:
-    """Build the small model that every client begins with, with the values that FedAvg would give its architecture."""
-    small = build_small(
-        hparams,
-        num_classes=context.num_classes,
-        shape=context.shape,
-        seed=sampling.server_model_seed(context.seed),
-    )
-    return small_arrays(small)
 
 
 class FML(Strategy):
     """Averages the small models; the same one goes to every client."""
 
     def init(self, context: ServerContext) -> ServerState:
-        """Return the small model with its initial values."""
-        self.context = context
-        return {"small": prefixed(initial_small(context, self.hparams))}
+        """Return the small model, with the initial values that FedAvg would give its architecture."""
+        self.context, seed = context, sampling.server_model_seed(context.seed)
+        small = build_small(self.hparams, num_classes=context.num_classes, shape=context.shape, seed=seed)
+        return {"small": prefixed(small_arrays(small))}
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Fork: return the small model, the same for all."""
@@ -43,11 +33,6 @@ class FML(Strategy):
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
         """Merge: average the memes; without replies the small model stays."""
         return {**state, "small": reduced.arrays("small")} if reduced.clients else state
-
-
-def _small(context: ServerContext, state: ServerState) -> Arrays:
-    small: Arrays = state["small"]
-    return small
 
 
 METHOD = Method(
@@ -59,7 +44,7 @@ METHOD = Method(
     hparams=FMLHParams,
     shared=NONE,
     extra_up=("small/",),
-    reduces=lambda hparams: {"train": {"small": Mean(_small, weights_of(hparams.average))}},
+    reduces=lambda hparams: {"train": {"small": Mean(lambda _, state: state["small"], weights_of(hparams.average))}},
     heterogeneous=True,
     same_width=False,
     travels="a small shared model, both ways",

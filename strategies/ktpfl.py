@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.ktpfl import KTpFLClient, KTpFLHParams, KTpFLWeightsClient
+from fedapp.core.distillation import problem_of
 from fedapp.method import ALL, NONE, Array, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
 from strategies.base import Strategy
@@ -102,9 +103,8 @@ class KTpFL(Strategy):
             return "the predictions, or the checksum of the public set, are missing"
         if soft.ndim != 2 or soft.shape[1] != self.context.num_classes or not len(soft) or soft.dtype.kind != "f":
             return f"predictions have shape {soft.shape}, expected (images, {self.context.num_classes})"
-        # Half precision on the wire keeps about three digits.
-        if (soft < 0).any() or (np.abs(soft.sum(axis=1) - 1) > 1e-2).any():
-            return "predictions are not probabilities: rows must be non-negative and sum to 1"
+        if problem := problem_of(soft):
+            return f"predictions {problem}"
         mine, known = [int(checksum), len(soft)], state["public"]
         if known and mine != list(known):
             return f"another public set ({mine[1]} images) than the other clients have ({known[1]} images)"

@@ -36,7 +36,7 @@ class Scaffold(Strategy):
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Send x and c, the same to all."""
-        return Payload(common={**state["model"], **{CONTROL + n: c for n, c in state["control"].items()}})
+        return Payload(common={**state["model"], **names.prefixed(CONTROL, state["control"])})
 
     def weight(self, num_samples: int) -> int:
         """Return the weight of a client in both means."""

@@ -36,6 +36,19 @@ def lower_median(values: Array | Sequence[float]) -> float:
     return float(ordered[(len(ordered) - 1) // 2]) if len(ordered) else 0.0
 
 
+def blended(cluster: Mapping[int, int], sizes: Mapping[int, float], weights: str) -> tuple[list[int], Any, str]:
+    """Return client ids, the weights of clients within their clusters (n, n), see `within`, and a phrase about them.
+
+    Parameters
+    ----------
+    cluster : the cluster of each client.   sizes : n_k.   weights : `samples`, n_k, or `uniform`.
+    """
+    by_samples = weights == "samples"
+    ids, matrix = within(cluster, sizes if by_samples else dict.fromkeys(cluster, 1.0))
+    how = "by sample counts" if by_samples else "alike"
+    return ids, matrix, f"{len(set(cluster.values()))} clusters, within them {how}"
+
+
 def as_tensor(array: Array) -> torch.Tensor:
     """Return a tensor on the array's own memory, also where that is read-only; it must then only be read."""
     if array.flags.writeable:

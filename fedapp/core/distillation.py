@@ -6,7 +6,10 @@ CVPR 2018. Teachers are constants: no gradient flows into them. Everything is co
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fedapp.lazy import F, Tensor
 
@@ -17,6 +20,12 @@ times smaller: the default of `KLDivLoss`, and so of several published codes."""
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.itemsize >= 4 else tensor.float()
+
+
+def problem_of(rows: NDArray[Any]) -> str | None:
+    """Return why rows (n, C) are not probabilities, or None; half precision on the wire keeps about three digits."""
+    fits = bool((rows >= 0).all() and (np.abs(rows.sum(axis=1) - 1) <= 1e-2).all())
+    return None if fits else "are not probabilities: rows must be non-negative and sum to 1"
 
 
 def soften(logits: Tensor, temperature: float = 1.0) -> Tensor:

@@ -17,6 +17,11 @@ def numbered(prefix: str, number: int, name: str) -> str:
     return f"{prefix}{number}/{name}"
 
 
+def prefixed(prefix: str, arrays: Mapping[str, Array]) -> Arrays:
+    """Return the arrays with `prefix` before their names."""
+    return {prefix + name: array for name, array in arrays.items()}
+
+
 def under(prefix: str, arrays: Mapping[str, Array]) -> Arrays:
     """Return the arrays whose names begin with `prefix`, by their names without it."""
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

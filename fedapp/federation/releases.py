@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedapp.core.names import prefixed
 from fedapp.core.privacy import Float64
 from fedapp.method import Arrays
 from fedapp.reduce.reader import Reader
@@ -23,7 +24,7 @@ def released(reader: Reader, exchange: str, template: Arrays) -> Released | None
         joint, prefix = noised.joint(reader.context), noised.prefix
 
         def parts(vector: Float64, clients: int) -> Arrays:
-            return {prefix + name: array for name, array in joint.parts(vector).items()}
+            return prefixed(prefix, joint.parts(vector))
 
         return Released(privacy, joint.sensitivity, joint.size, parts)
     size = sum(array.size for array in template.values())

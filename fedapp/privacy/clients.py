@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from clients.base import FedClient
 from clients.fedgh import FedGHClient
+from fedapp.core.names import prefixed
 from fedapp.learning.task import ModelSpec, with_common_seed
 from fedapp.learning.training import Phase
 from fedapp.method import HEAD, Arrays, BaseHParams, Method, Payload
@@ -40,7 +41,7 @@ class NoisedAnswers(FedClient):
         if form is None:
             return super().answer(kind, payload)
         found = statistics.release(self, self.feature_batches(kind), form.moments, kind)
-        return {form.prefix + name: array for name, array in found.items()}, self.measure("received")
+        return prefixed(form.prefix, found), self.measure("received")
 
 
 class NoisedFedGHClient(NoisedAnswers, FedGHClient):

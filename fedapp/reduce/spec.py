@@ -30,7 +30,7 @@ from fedapp.core import gaussian
 from fedapp.core.averages import RunningMean
 from fedapp.core.classmeans import problem_of
 from fedapp.core.gaussian import ClassMoments
-from fedapp.core.names import under
+from fedapp.core.names import prefixed, under
 from fedapp.core.privacy import Squares
 from fedapp.core.robust import RobustMean, weaker
 from fedapp.errors import Impossible
@@ -224,7 +224,7 @@ class Total(Reduction):
 
     def form(self, context: ServerContext, state: ServerState) -> Arrays:
         """Return a reply of a client without samples."""
-        return {self.prefix + name: array for name, array in self.arrays(context).items()}
+        return prefixed(self.prefix, self.arrays(context))
 
     def problem(self, context: ServerContext, reply: Reply, form: Arrays) -> str | None:
         """Return why arrays cannot be sums over so many samples, or None."""
@@ -262,7 +262,7 @@ class Gaussians(Reduction):
         if self.cov != "sums":
             return {}
         sums = {"count": np.zeros(c, np.int64), "sum": np.zeros((c, d)), "square": np.zeros((c, d * (d + 1) // 2))}
-        return {self.prefix + name: array for name, array in sums.items()}
+        return prefixed(self.prefix, sums)
 
     def problem(self, context: ServerContext, reply: Reply, form: Arrays) -> str | None:
         """Return why arrays cannot be statistics of so many samples, or None."""
