@@ -278,7 +278,7 @@ def test_a_nodes_budget_must_be_one(more: dict[str, Any], words: str) -> None:
         ({"method": "fedgh", "model": "digits-a,digits-b"}, "give one model"),
         ({"method": "ccvr", "method-args": "base=none oracle=true"}, "oracle=true sends the features"),
         ({"method": "ccvr", "method-args": "base=none cov=lowrank"}, "only full and sums"),
-        ({"method": "ccvr", "method-args": "base=none transform=feature"}, "transform changes the norm"),
+        ({"method": "ccvr", "method-args": "base=none transform=feature"}, "transform=feature changes the norm"),
         ({"warm-start": True, "state-dir": "/x"}, "warm-start begins from states that were made without noise"),
         ({"select": "validation", "validation": 0.1}, "chooses a round by exact scores"),
         ({"patience": 3}, "exact training losses"),
