@@ -85,7 +85,7 @@ def test_one_interval_holds_for_all_rows_and_another_seed_shows_harm_by_chance()
         return har.Kept(method=method, seed=seed, total=(100,) * 4, received=right, trained=right)
 
     alone = [(50, 70, 60, 60), (70, 50, 60, 60), (60, 50, 60, 60)]
-    shifts = {"fedgh": (9, 10, 11), "lgfedavg": (-20, -21, -22), "fedper": (0, 1, -2)}
+    shifts = {"fedgh": (9, 10, 11), "lgfedavg": (-20, -25, -30), "fedper": (0, 5, -6)}
     runs = [kept("local", seed, *right) for seed, right in enumerate(alone)]
     runs += [kept(m, s, *(c + by for c in alone[s])) for m, shift in shifts.items() for s, by in enumerate(shift)]
     lines = har.methods_table(runs)
