@@ -144,6 +144,11 @@ def test_a_method_that_failed_is_in_its_place_and_says_whether_the_same_command_
     ]
     alert = "FedAvg failed (3 of 3 seeds): the loss is not finite (the same command would fail in the same way)"
     assert alerts_of(found, answers_of(found))[0] == alert
+    table = pd.read_csv(tmp_path / "results.csv")
+    table["failed"] = table["failed"].where(table["failed"].isna(), f"round 1: {'a reason ' * 40}: lower lr")
+    table.to_csv(tmp_path / "results.csv", index=False)
+    shown = screen(Comparison(tmp_path, ()))
+    assert re.search(r"^! FedAvg failed \(3 of 3 seeds\): round 1: a reason .*\s…\s.*: lower lr$", shown, re.M | re.S)
     everything = CliRunner().invoke(cli.app, ["show", str(tmp_path), "--all"]).stdout
     names = re.findall(r"│ (FedAvg|Standalone|FedClassAvg) +│", everything.partition("Further")[0])
     assert names[:3] == ["FedAvg", "Standalone", "FedClassAvg"]

@@ -393,12 +393,14 @@ def _wrap(text: str, width: int, **how: Any) -> list[str]:
 def _alert_lines(alerts: Sequence[str], width: int, everything: bool) -> list[str]:
     lines: list[str] = []
     for number, alert in enumerate(alerts):
-        wrapped = _wrap(alert, width, initial_indent="! ", subsequent_indent="  ")
+        wrapped, words = _wrap(alert, width, initial_indent="! ", subsequent_indent="  "), alert.split()
         if not everything and len(lines) + len(wrapped) > ALERTS:
             if lines:
                 return [*lines, f"! {counted(len(alerts) - number, 'more alert')}"]
-            *wrapped, last = wrapped[:ALERTS]  # it goes on; words stay whole
-            wrapped.append(f"{last if len(last) + 2 <= width else last[: width - 2].rpartition(' ')[0]} …")
+            while len(wrapped) > ALERTS:  # what to do stands at the end, so words in the middle are left out
+                del words[len(words) // 3]
+                cut = " ".join([*words[: len(words) // 3], "…", *words[len(words) // 3 :]])
+                wrapped = _wrap(cut, width, initial_indent="! ", subsequent_indent="  ")
         lines += wrapped
     return lines
 

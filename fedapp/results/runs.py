@@ -36,7 +36,7 @@ from fedapp.results.cells import mapped, uncelled
 from fedapp.results.statistics import Ints, resolution, traffic, worst
 from fedapp.settings.evaluation import ALWAYS
 
-NO_TESTS = "no client has test rows: run it again with --set split=holdout"
+NO_TESTS = "no client has test rows: add a column split to the data, or use split = holdout"
 """Why runs have no scores, and what to do."""
 LONGEST = 400
 """Letters of the reason of a failure that are shown."""
