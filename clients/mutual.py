@@ -18,12 +18,12 @@ from fedapp.errors import suggest_choice
 from fedapp.lazy import Tensor, nn
 from fedapp.learning.training import Phase
 from fedapp.method import ALL, Arrays, BaseHParams, Payload
+from fedapp.method import SECOND as SMALL
 from fedapp.models import MODEL_NAMES, build_model, check_form, default_small, is_own, own, selection
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
 
-SMALL = "small/"
 prefixed, stripped = functools.partial(names.prefixed, SMALL), functools.partial(names.under, SMALL)
 """Put the prefix before names of arrays, and take the arrays with it without it."""
 Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"

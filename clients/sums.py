@@ -39,7 +39,7 @@ from fedapp.core import sums
 from fedapp.core.names import prefixed
 from fedapp.core.sums import FeatureSums, Real
 from fedapp.lazy import torch
-from fedapp.method import SUM_BITS, Arrays, Payload, Scalar
+from fedapp.method import Arrays, Payload, Scalar
 from fedapp.models import frozen
 from fedapp.reduce.spec import Totals
 
@@ -192,8 +192,7 @@ class SumsClient(LossesClient):
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer also `sums`."""
         if self.repeats.get(kind, kind) == "sums":
-            twice = payload.scalars.get(SUM_BITS)
-            bits = None if twice is None else int(twice) // 2
+            bits = payload.sum_bits // 2 or None
             found = FeatureSums(self.task.num_classes, self.model.width, self.squares, self.settings.energy(), bits)
             for z, label in self.described(kind):
                 found.update(z, label)

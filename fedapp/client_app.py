@@ -372,7 +372,7 @@ def _reply(stage: str, message: Message | Part, context: Context, read: Callable
         if config.secure.secure_sum and stage in WITHOUT_DATA:
             with secrets_of(context, config, _node(context, config, request).client) as secrets:
                 info["client"] = secrets.member.client
-                arrays = secrets.answer(stage, payload, request.run)
+                arrays = secrets.answer(stage, payload, request)
             return reply_records(arrays, {"num-examples": 0}, info, "fp32")
         client = build(context, config, request)
         info |= {"client": client.task.client, "model": client.task.model}

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from clients.base import FedClient
 from fedapp import process
+from fedapp.core import masks, names
 from fedapp.errors import BadRequest
 from fedapp.method import Arrays, Payload, Scalar
 from fedapp.tasks import claim
@@ -112,14 +113,14 @@ def secure_sum(client: FedClient, secrets_of: Callable[[int], AbstractContextMan
     """Replace the arrays of a reply by the client's hidden part of a sum, for a server that may see only sums."""
 
     def step(request: RoundRequest, payload: Payload, call_next: Handler) -> Outcome:
-        payload, given = secure.taken_from(payload)
+        payload, given = names.split(payload, secure.PREFIX)
         outcome = call_next(request, payload)
         if not outcome.arrays:
             return outcome
         sums = client.method.sums(client.hparams)
         if sums is None:
             raise BadRequest(f"secure-sum: {client.method.id} needs the reply of each client")
-        bits = None
+        bits = request.sum_bits or masks.BITS
         if client.releaser is None:
             found = secure.additive(outcome.arrays, sums, client.task.num_samples, client.task.num_classes)
         elif client.releaser.steps is None:
@@ -127,6 +128,6 @@ def secure_sum(client: FedClient, secrets_of: Callable[[int], AbstractContextMan
         else:
             found, bits = {secure.NOISED: client.releaser.steps}, 0
         with secrets_of(client.task.client) as secrets:
-            return replace(outcome, arrays=secrets.hide(given, found, bits))
+            return replace(outcome, arrays=secrets.hide(request, given, found, bits))
 
     return step

@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict
 Array: TypeAlias = NDArray[Any]
 Arrays: TypeAlias = dict[str, Array]
 Scalar: TypeAlias = bool | int | float | str
+Size: TypeAlias = Literal["feature", "features", "products", "losses"]
+"""The size of numbers in a reply, with M for `max-abs`: that of one feature (at most M), or that of a sum over the n
+samples of a client, of features (n M), of products of two (n M^2) or of losses (at least 0, without an upper limit)."""
 Scored: TypeAlias = Mapping[int, Mapping[str, Any]]
 """What each client measured, by client id."""
 ServerState: TypeAlias = dict[str, Any]
@@ -25,10 +28,9 @@ ALL = ("features.", "head.")
 HEAD = ("head.",)
 NONE: tuple[str, ...] = ()
 LARGEST = 1e8
-"""Largest value in a reply, but for heads and for means of representations (`max-abs`)."""
-
-SUM_BITS = "sum-bits"
-"""Name of the scalar in a query that asks for sums of multiples of 2^-bits, which are exact."""
+"""Largest value of a reply's arrays that have no other `Size`."""
+SECOND = "small/"
+"""Beginning of the names of the arrays of a second model."""
 
 
 class BaseHParams(BaseModel):
@@ -88,11 +90,13 @@ class Payload:
     common : named arrays that all clients get. If every payload holds the *same* array objects, they are encoded and
         stored once.
     scalars : plain values (bool, int, float, str).
+    sum_bits : n > 0: the answers to this query are sums of multiples of 2^-n, which are exact.
     """
 
     arrays: Arrays = field(default_factory=dict)
     common: Arrays = field(default_factory=dict)
     scalars: dict[str, Scalar] = field(default_factory=dict)
+    sum_bits: int = 0
 
     def all(self) -> Arrays:
         """Return both kinds of arrays in one dict."""
@@ -217,12 +221,13 @@ class Sums:
     weights : what arrays are averaged by: `samples`, n_k, or `uniform`, all alike; empty where none are.
     totals : prefixes of arrays that are not averaged but add up: sums over samples.
     rows : name of an array with one row for each class in `labels`, averaged class by class over the clients that have
-        it, by `counts` where they are sent; empty = there is none.
+        it; empty = there is none.   counts : name of the counts by which it is averaged; empty = clients are equal.
     """
 
     weights: str = "samples"
     totals: tuple[str, ...] = ()
     rows: str = ""
+    counts: str = ""
 
 
 class Permits(NamedTuple):
@@ -252,10 +257,17 @@ class Reduction:
     least : the hyperparameter that leaves out classes with fewer samples; empty = there is none; None = the arrays say
         nothing of single classes.
     fixed : names of arrays that must be equal in all answers of a client to queries.
+    features : names of arrays whose numbers are as large as features.
     """
 
     least: str | None = field(default=None, kw_only=True)
     fixed: tuple[str, ...] = field(default=(), kw_only=True)
+    features: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def sizes(self) -> Mapping[str, Size]:
+        """The sizes of the numbers of arrays, by their names or by beginnings of these."""
+        return dict.fromkeys(self.features, "feature")
 
     def form(self, context: ServerContext, state: ServerState) -> Arrays | None:
         """Return arrays of the names, shapes and dtypes in a reply, or None where the method alone knows them."""
@@ -400,11 +412,11 @@ class Method:
         asked = {f"query.{kind}" for kind in self.queries} - self.reductions(hparams).keys()
         if not found or len(sums) < len(found) or asked or self._untested("secure-sum"):
             return None
-        weights, rows = ({getattr(s, name) for s in sums} - {""} for name in ("weights", "rows"))
+        weights, rows, counts = ({getattr(s, name) for s in sums} - {""} for name in ("weights", "rows", "counts"))
         if len(weights) > 1 or len(rows) > 1:
             return None  # a sum has one kind of weights and one array with a row for each class
         totals = tuple(dict.fromkeys(n for s in sums for n in s.totals))
-        return Sums(next(iter(weights), "samples"), totals, next(iter(rows), ""))
+        return Sums(next(iter(weights), "samples"), totals, next(iter(rows), ""), next(iter(counts), ""))
 
     def units(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return the values of `dp` for which all that clients send has noise, with these hyperparameters.
@@ -444,7 +456,12 @@ class Method:
 
     def allows(self, name: str) -> bool:
         """Return whether `name` is one of the further arrays that the method declares for replies."""
-        return any(name == e or (e.endswith("/") and name.startswith(e)) for e in self.extra_up)
+        return is_one_of(name, self.extra_up)
+
+
+def is_one_of(name: str, known: Iterable[str]) -> bool:
+    """Return whether a name is one of others, or begins with one of them that ends in `/`."""
+    return any(name == e or (e.endswith("/") and name.startswith(e)) for e in known)
 
 
 def _guards(reductions: Iterable[Reduction]) -> list[str]:

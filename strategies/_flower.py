@@ -12,9 +12,10 @@ clients that send it. The last layer of the app's model must be called `head`, u
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from logging import INFO, WARNING
 from typing import Any, Self
 
@@ -27,7 +28,7 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 
 from fedapp.errors import BadRequest, plain
 from fedapp.method import HEAD, Arrays, ClientInfo, Payload, Reply, ServerContext, ServerState
-from fedapp.reduce.reader import Check, Policy, Reader
+from fedapp.reduce.reader import Check, Policy, Reader, Schema
 from fedapp.reduce.scaling import KIND
 from fedapp.reduce.spec import Query
 from fedapp.sampling import rng, sample_clients
@@ -131,13 +132,12 @@ class FlowerStrategy(FedAvg):
         noted = reduced.noted(state.get("robust", {}))
         return {**new, "robust": noted} if noted else new
 
-    def checker(self, state: ServerState, kind: str, shared: Callable[[str], bool] | None = None) -> Check:
-        """Return a function that gives the problem of a reply to `kind`, or None.
-
-        A form that does not fit the declarations is refused; then the method checks the reply.
-        """
-        unfit = self.reader.checker(kind, state, shared)
-        return unfit if kind == f"query.{KIND}" else lambda reply: unfit(reply) or self.maths.check(state, reply)
+    def schema(self, state: ServerState, kind: str) -> Schema:
+        """Return the possible replies to `kind`: the form follows from the declarations; then the method checks it."""
+        schema = self.reader.schema(kind, state)
+        if kind == f"query.{KIND}":
+            return schema
+        return dataclasses.replace(schema, check=lambda reply: schema.check(reply) or self.maths.check(state, reply))
 
     # ---- what Flower's loop calls --------------------------------------------------------------------------------
 
@@ -287,8 +287,8 @@ class FlowerStrategy(FedAvg):
     ) -> Iterator[tuple[Reply, RecordDict]]:
         """Yield good replies with their content, in the order of client ids; log why another one does not count."""
         assert self._state is not None
-        expected = self._shared() if kind == "train" else {}
-        check = self.checker(self._state, kind, expected.__contains__)
+        schema = self.schema(self._state, kind)
+        schema = dataclasses.replace(schema, shapes=self._shared() if kind == "train" else {})
         arrived = []
         for arrival, message in enumerate(replies):
             if message.metadata.src_node_id in self._clients:
@@ -300,9 +300,9 @@ class FlowerStrategy(FedAvg):
         for arrival, message in sorted(arrived, key=lambda item: self._clients[item[1].metadata.src_node_id]):
             client = self._clients[message.metadata.src_node_id]
             try:
-                reply, content = self._reply(message, client, kind, arrival, list(expected))
-                problem = decoded_problem(reply.arrays, self._contract(reply, expected))
-                problem = problem or check(reply) or further(reply)
+                reply, content = self._reply(message, client, kind, arrival, list(schema.shapes))
+                problem = decoded_problem(reply.arrays, self._contract(reply, schema))
+                problem = problem or schema.check(reply) or further(reply)
             except (KeyError, TypeError, ValueError, OverflowError) as e:
                 problem = str(e)
             if problem:
@@ -311,12 +311,12 @@ class FlowerStrategy(FedAvg):
             else:
                 yield reply, content
 
-    def _contract(self, reply: Reply, expected: Mapping[str, tuple[int, ...]]) -> Contract:
+    def _contract(self, reply: Reply, schema: Schema) -> Contract:
         """Return what a reply may hold. The app decides on the precision, and its arrays are in memory already."""
         dtypes = {"float32", "float64", *(str(a.dtype) for a in self._initial.values())}
         return Contract(
-            reply.client, reply.kind, self.maths.method.id, expected, lambda name: True, sys.maxsize,
-            reply.num_samples, max_abs=self.max_abs, dtypes=tuple(sorted(dtypes)),
+            reply.client, reply.kind, schema, sys.maxsize, reply.num_samples, max_abs=self.max_abs,
+            dtypes=tuple(sorted(dtypes)),
         )  # fmt: skip
 
     def _reply(

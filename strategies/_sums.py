@@ -27,7 +27,6 @@ from fedapp.core.gaussian import pack, unpack
 from fedapp.core.sums import Float64, Real
 from fedapp.errors import BadRequest, Impossible, counted
 from fedapp.method import (
-    SUM_BITS,
     Array,
     Arrays,
     BaseHParams,
@@ -35,7 +34,6 @@ from fedapp.method import (
     Payload,
     Reductions,
     Reply,
-    Scalar,
     Scored,
     ServerContext,
     ServerState,
@@ -126,11 +124,11 @@ class HeadFromSums(ClosedForm):
 
     def solve_for(self, w: Arrays, query: Query, names: Mapping[str, str]) -> Solution:
         """Make one head, see `solve`; `names` are those of the queries where they are for other rows."""
-        scalars = self.sum_bits()
-        reduced = query(names.get("sums", "sums"), Payload(common=w, scalars=scalars))
-        found, kept = self.union(reduced.totals("sums"), reduced.clients, scalars)
-        if scalars and not names:
-            self.warn_of_rounding(found.sums, int(scalars[SUM_BITS]) // 2)
+        bits = self.exact_bits()
+        reduced = query(names.get("sums", "sums"), Payload(common=w, sum_bits=2 * bits))
+        found, kept = self.union(reduced.totals("sums"), reduced.clients, bits)
+        if bits and not names:
+            self.warn_of_rounding(found.sums, bits)
         if self.settings.precision() is np.float32:
             sums.check_offset(found.sums["a"])
         counts = found.sums["b"][:, -1]
@@ -146,10 +144,10 @@ class HeadFromSums(ClosedForm):
             entries |= {"clients": kept["number"], "samples_left_out": 0}
         return entry, reduced.clients, counts, {"scale": scale, **entries}
 
-    def sum_bits(self) -> dict[str, Scalar]:
-        """Return the scalar of a query with which sums are exact; empty unless all clients state a largest feature.
+    def exact_bits(self) -> int:
+        """Return the k with which sums of features are exact; 0 unless all clients state a largest feature.
 
-        It is empty too where features are so small that rounding to multiples of 2^-k would leave little of them.
+        It is 0 too where features are so small that rounding to multiples of 2^-k would leave little of them.
 
         Raises
         ------
@@ -158,20 +156,18 @@ class HeadFromSums(ClosedForm):
         clients = self.context.clients
         largest = [c.largest for c in clients if c.largest is not None]
         if stored := self.context.totals:
-            return {SUM_BITS: 2 * stored["bits"]} if len(largest) == len(clients) else {}
+            return int(stored["bits"]) if len(largest) == len(clients) else 0
         if not largest or len(largest) < len(clients):
-            return {}
+            return 0
         bits = sums.exact_bits([c.num_samples for c in clients], max(largest))
         if bits is None:
             raise BadRequest(
                 f"client {clients[int(np.argmax(largest))].client} has a feature of {max(largest):g}, which leaves "
                 f"fewer than {sums.LEAST_BITS} bits behind the point of features in exact sums: scale the features down"
             )
-        return {SUM_BITS: 2 * bits} if max(largest) * 2.0**bits >= FEWEST_STEPS else {}
+        return bits if max(largest) * 2.0**bits >= FEWEST_STEPS else 0
 
-    def union(
-        self, found: Totals, replies: Sequence[Reply], scalars: Mapping[str, Scalar]
-    ) -> tuple[Totals, ServerState]:
+    def union(self, found: Totals, replies: Sequence[Reply], bits: int) -> tuple[Totals, ServerState]:
         """Return the sums added to stored ones or, with `leave`, taken away from them, and the entry that is stored.
 
         The entry holds `sums`, k as `bits`, the largest |z|, whether no addition was rounded, and the `clients` of
@@ -183,14 +179,14 @@ class HeadFromSums(ClosedForm):
         """
         stored, b = self.context.totals, found.sums["b"]
         complete = b[:, -1].sum() == sum(r.num_samples for r in replies)
-        if not scalars or not complete or self.apart or self.settings.precision() is np.float32:
+        if not bits or not complete or self.apart or self.settings.precision() is np.float32:
             if stored:
                 raise BadRequest(
                     f"totals = '{self.settings.totals}': sums are added only where they are exact and of all rows: "
                     "give features of a frozen body, model=identity, min_count=1 and count-cap=0"
                 )
             return found, {}
-        bits, rows_of = int(scalars[SUM_BITS]) // 2, {r.client: r.num_samples for r in replies}
+        rows_of = {r.client: r.num_samples for r in replies}
         largest = max(c.largest or 0.0 for c in self.context.clients)
         entry = {"sums": found.sums, "bits": bits, "largest": largest, "exact": True, "clients": rows_of}
         if not stored:
@@ -279,7 +275,8 @@ def class_sums(squares: Real | None, apart: bool, energy: bool) -> Total:
 
     return Total(
         SUMS, arrays, check, lambda arrays: float(arrays["b"][:, -1].sum()), read, apart,
-        moments=None if apart else "all" if squares else "none", remade=_remade, least="min_count",
+        terms={"a": "products", "b": "features"}, moments=None if apart else "all" if squares else "none",
+        remade=_remade, least="min_count",
     )  # fmt: skip
 
 

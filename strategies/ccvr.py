@@ -175,7 +175,7 @@ def gaussians(cov: Mode) -> Reductions:
         lambda context: {
             "count": np.zeros(context.num_classes, np.int64), "sum": np.zeros((context.num_classes, context.width)),
         },
-        _totals_problem, lambda arrays: float(arrays["count"].sum()), capped=False,
+        _totals_problem, lambda arrays: float(arrays["count"].sum()), capped=False, terms={"sum": "features"},
     )  # fmt: skip
     pooled = Gaussians(STATISTICS, cov, CENTRES, least="min_count", fixed=(STATISTICS + "count",))
     return {
@@ -186,7 +186,7 @@ def gaussians(cov: Mode) -> Reductions:
 
 def reductions(hparams: CCVRHParams) -> Reductions:
     """Return the Gaussians; with the oracle also the features."""
-    features = {"features": Each(cap=False, least="")} if hparams.oracle else {}
+    features = {"features": Each(cap=False, sampled=True, least="")} if hparams.oracle else {}
     return {**gaussians(hparams.cov), "query.features": features}
 
 

@@ -51,7 +51,7 @@ METHOD = Method(
     client=FedDBEClient,
     hparams=FedDBEHParams,
     extra_up=(MEAN,),
-    reduces={"train": {"model": Mean(_model_and_mean)}},
+    reduces={"train": {"model": Mean(_model_and_mean, features=(MEAN,))}},
     global_model=True,
     travels="the whole model, both ways; once, the mean representation",
 )

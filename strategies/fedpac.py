@@ -118,6 +118,6 @@ METHOD = Method(
     client=FedPACClient,
     hparams=FedPACHParams,
     extra_up=(PAC,),
-    reduces={"train": {"body": Mean(), "statistics": Each(least="")}},
+    reduces={"train": {"body": Mean(), "statistics": Each(least="", features=(PAC + "h", PAC + "proto"))}},
     travels="the body, a head for each client and class means down; the model, class means and class counts up",
 )

@@ -49,7 +49,7 @@ METHOD = Method(
     defaults=TrainDefaults(clip=10.0),
     shared=("features.",),
     extra_up=(GAUSSIANS,),
-    reduces={"train": {"model": Mean(least="min_count")}},
+    reduces={"train": {"model": Mean(least="min_count", features=(GAUSSIANS + "mean",))}},
     travels="the body and class Gaussians of one covariance, both ways",
     columns=("beta-mean", "beta-cov"),
 )

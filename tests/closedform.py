@@ -69,7 +69,7 @@ def asker(strategy: HeadFromSums, data: Data) -> Callable[[str, Payload], list[R
                 arrays = {"sums/loss": sums.scaled_losses(logits, torch.tensor(y, dtype=torch.int64))}
             metrics = {"received-correct": 1, "received-total": 2}
             replies.append(Reply(client, len(y), arrays, metrics, kind=f"query.{kind}"))
-            assert strategy.checker({}, f"query.{kind}")(replies[-1]) is None
+            assert strategy.schema({}, f"query.{kind}").check(replies[-1]) is None
         return replies
 
     return ask

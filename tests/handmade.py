@@ -98,7 +98,7 @@ def context(
 
 def refusal(strategy: Strategy, state: ServerState, sent: Reply) -> str | None:
     """What is wrong with a reply, as a run finds it."""
-    return strategy.checker(state, sent.kind)(sent)
+    return strategy.schema(state, sent.kind).check(sent)
 
 
 def asking(strategy: Strategy, ask: Callable[[str, Payload], Iterable[Reply]]) -> Query:

@@ -123,7 +123,7 @@ def asker(strategy: CCVR, data: Data, order: list[int] | None = None) -> Callabl
                 {"received-correct": 1, "received-total": 2},
                 kind=f"query.{kind}",
             )
-            assert strategy.checker({}, reply.kind)(reply) is None
+            assert strategy.schema({}, reply.kind).check(reply) is None
             replies.append(reply)
         return replies
 

@@ -20,8 +20,7 @@ from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
-from fedapp.federation.participants import no_arrays
-from fedapp.method import Payload, Reply
+from fedapp.method import Payload
 from fedapp.tasks.simulated import federated
 from fedapp.transport import cohort, nodes, virtual
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
@@ -460,11 +459,6 @@ def test_few_of_many_messages_are_under_way(tmp_path: Path, monkeypatch: pytest.
     asked = {c for k, _, c in grid.began if k == "query.register"}
     assert asked == {0, min(size, key=lambda c: (size[c], c))}, "the first client, and the one that settings fit least"
     assert sorted(grid.of("evaluate", 2)) == list(range(8))
-
-
-def test_a_reply_to_an_evaluation_holds_no_arrays() -> None:
-    assert no_arrays(Reply(0, 5, {}, {})) is None
-    assert "'head.bias'" in str(no_arrays(Reply(0, 5, {"head.bias": np.zeros(1)}, {})))
 
 
 @pytest.mark.parametrize("lasted", [0.1, 100.0])

@@ -15,14 +15,15 @@ import pytest
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Message, RecordDict
 
+from fedapp import registry
 from fedapp.config import from_flat
 from fedapp.core.classmeans import shortened
 from fedapp.federation.hooks import soundness
-from fedapp.method import LARGEST, ClientInfo, Payload, Reply, ServerContext
+from fedapp.method import HEAD, LARGEST, ClientInfo, Payload, Reply, ServerContext
 from fedapp.reduce.reader import Check
 from fedapp.results.runs import RunResult
 from fedapp.transport.agreement import majority
-from fedapp.transport.boundary import BAD, IMPOSSIBLE, LARGE, NARROW
+from fedapp.transport.boundary import BAD, IMPOSSIBLE, LARGE
 from fedapp.transport.records import ARRAYS, INFO, METRICS
 from tests.handmade import refusal
 from tests.liars import Lie, federate
@@ -337,6 +338,12 @@ def test_a_reply_of_the_round_before_does_not_count_again(tmp_path: Path) -> Non
 
 MODEL = ("features.", "head.", "small/")
 """Beginnings of the names of a model's arrays."""
+FEATURES = tuple(
+    name for made, hparams in (registry.configured(method, "") for method in registry.discover())
+    for of in made.reductions(hparams).values() for reduction in of.values()
+    for name, size in reduction.sizes.items() if size == "feature"
+)  # fmt: skip
+"""Names of arrays whose numbers are as large as features."""
 
 
 @pytest.fixture
@@ -370,7 +377,7 @@ def wide(content: RecordDict) -> None:
     for name in [n for n in content[ARRAYS] if not n.startswith(MODEL)]:
         array = content[ARRAYS][name].numpy()
         if array.dtype.kind == "f":
-            value = 0.9 * (LARGE if name.startswith(NARROW) else LARGEST)
+            value = 0.9 * (LARGE if name.startswith((*HEAD, *FEATURES)) else LARGEST)
             content[ARRAYS][name] = FlowerArray(np.full_like(array, value))
 
 

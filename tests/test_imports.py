@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fedapp import registry
+from fedapp.method import is_one_of
 from tests.house import (
     FILES,
     FLOOR,
@@ -87,6 +89,22 @@ def test_a_method_is_mathematics_alone(path: Path) -> None:
     asked = {n.attr for node in nodes if isinstance(node, ast.If | ast.IfExp) for n in ast.walk(node.test)
              if isinstance(n, ast.Attribute)}  # fmt: skip
     assert base or "members" not in asked, "a method reads one reply and the sum of several alike"
+
+
+ALIKE = [
+    p for p in FILES if room(module(p)) in ("transport", "federation", "reduce") and not p.name.startswith("rules_")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ALIKE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_method_is_named_where_all_are_treated_alike(path: Path) -> None:
+    """By no id or title (but for `local`, a word of its own), and by no array or number that a method sends."""
+    text, made = path.read_text(encoding="utf-8"), list(registry.discover().values())
+    ids = {word.lower() for m in made for word in (m.id, m.title)} - {"local"}
+    assert not ids & set(re.findall(r"\w+", text.lower()))
+    sent = {name for m in made for name in (*m.extra_up, *m.metrics, *m.columns)} - {"labels", "counts"}
+    found = {n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    assert not {text for text in found if is_one_of(text, sent)}
 
 
 def test_the_rule_of_a_method_is_found_from_its_page() -> None:

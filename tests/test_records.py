@@ -14,6 +14,7 @@ from flwr.app import Message, RecordDict
 
 from fedapp.errors import BadRequest
 from fedapp.method import Payload
+from fedapp.reduce.reader import Schema
 from fedapp.transport.boundary import DTYPES, Contract, Good, decoded_problem, read
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.records import (
@@ -154,7 +155,7 @@ def test_a_worker_sends_its_arrays_from_where_they_are(array: np.ndarray, wire: 
     found = reply_of(reply)[0]["x"]
     assert found.dtype == array.dtype and np.allclose(found, array, atol=1e-3)
     if str(array.dtype) in DTYPES:
-        good = read(reply, Contract(1, "train", "m", {}, lambda name: True, 1000, 1, wire))
+        good = read(reply, Contract(1, "train", Schema(further=("x",)), 1000, 1, wire))
         assert isinstance(good, Good) and np.array_equal(good.arrays["x"], found)
     assert memoryview(records.array_records["arrays"]["x"].data).readonly
 
@@ -202,7 +203,8 @@ def test_replies_carry_lists_and_numpy_numbers(message: Message) -> None:
 
 
 def refused(arrays: dict[str, np.ndarray], count: int = 1) -> str | None:
-    return decoded_problem(arrays, Contract(1, "train", "m", {"w": (3,)}, lambda name: True, 1000, count))
+    schema = Schema(shapes={"w": (3,)}, further=("more", "head.weight"))
+    return decoded_problem(arrays, Contract(1, "train", schema, 1000, count))
 
 
 def test_a_good_reply_is_not_rejected() -> None:

@@ -67,7 +67,7 @@ def federation(
             client.report = TrainReport(0.0, steps)
             arrays = {"x": point.x.detach().numpy(), **client.after_training(payload)[0]}
             replies.append(Reply(i, 10 * (i + 1), arrays, {}))
-            assert strategy.checker(state, "train")(replies[-1]) is None
+            assert strategy.schema(state, "train").check(replies[-1]) is None
         state = strategy.aggregate(state, server_round, iter(replies))
         xs.append(float(state["model"]["x"][0]))
         cs.append(float(state["control"]["x"][0]))

@@ -172,7 +172,7 @@ def test_rows_of_classes_add_up() -> None:
             sent = [{**one, "counts": np.array([1])}, {**two, "counts": np.array(counts[1])}]
         template = {"protos": np.zeros((4, 2), np.float32), "labels": np.zeros(4, np.int32)}
         template |= {"counts": np.zeros(4, np.int32)} if counts else {}
-        sums = Sums(rows="protos")
+        sums = Sums(rows="protos", counts="counts" if counts else "")
         parts = [additive(a, sums, 9, 4) for a in sent]
         total = {n: parts[0][n] + parts[1][n] for n in parts[0]}
         assert {n: a.shape for n, a in total.items()} == shapes_of(template, sums)

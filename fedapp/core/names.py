@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from fedapp.method import Array, Arrays, Payload
 
@@ -37,7 +38,7 @@ def split(payload: Payload, prefix: str) -> tuple[Payload, Arrays]:
         {name: array for name, array in part.items() if not name.startswith(prefix)}
         for part in (payload.common, payload.arrays)
     )
-    return Payload(arrays, common, payload.scalars), under(prefix, payload.all())
+    return replace(payload, arrays=arrays, common=common), under(prefix, payload.all())
 
 
 def split_numbered(prefix: str, payload: Payload) -> tuple[Payload, list[Arrays]]:

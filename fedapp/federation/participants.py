@@ -150,10 +150,8 @@ class Participants:
         strategy, exchange = self.strategy, Exchange("train", server_round)
         clients = [c for c in clients if c in self.manager.nodes]
         payloads = strategy.send_each(state, server_round, clients)
-        shapes = {name: array.shape for name, array in strategy.context.initial.items()}
-        expected = strategy.method.expected(strategy.hparams, shapes)
         request = replace(self.request(server_round), back=self.back)
-        exchange.replies = self._replies(exchange, payloads, expected, state, checks, request)
+        exchange.replies = self._replies(exchange, payloads, state, checks, request)
         return exchange
 
     def request(self, server_round: int) -> RoundRequest:
@@ -206,7 +204,7 @@ class Participants:
             def checks(own: Check) -> Check:
                 return lambda reply: own(reply) or repeated(reply)
 
-            exchange.replies = self._replies(exchange, payloads, {}, at.state, checks, request)
+            exchange.replies = self._replies(exchange, payloads, at.state, checks, request)
             yield from exchange
             self.manager.require(exchange)
             self.hooks.after_query(exchange)
@@ -234,10 +232,10 @@ class Participants:
             given = {c: own for c, own in found if own is not None}
         else:
             given = dict.fromkeys(clients, request)
-        ids = list(given)
+        ids, schema = list(given), self.strategy.reader.schema("evaluate", state)
         for start in range(0, len(ids), MOST_EVALUATED):
             payloads = self.strategy.send_each(state, number, ids[start : start + MOST_EVALUATED])
-            for _ in self.manager.send_and_receive(exchange, payloads, {}, no_arrays, given):
+            for _ in self.manager.send_and_receive(exchange, payloads, schema, given):
                 pass
         self.manager.require(exchange)
         exchange.dropped[:0], self.pending = self.pending, []
@@ -248,20 +246,20 @@ class Participants:
         self,
         exchange: Exchange,
         payloads: Iterable[tuple[int, Payload]],
-        expected: Mapping[str, tuple[int, ...]],
         state: ServerState,
         checks: Callable[[Check], Check],
         request: RoundRequest,
     ) -> Iterator[Reply]:
         """Send messages and yield the good replies, or with secure sums the one reply that stands for all of them."""
         strategy, kind, secure = self.strategy, exchange.kind, self.secure
-        check, initial = checks(strategy.checker(state, kind)), strategy.context.initial
+        schema, initial = strategy.schema(state, kind), strategy.context.initial
+        schema = replace(schema, check=checks(schema.check))
         sums = strategy.method.sums(strategy.hparams) if secure else None
-        template = {n: initial[n] for n in expected} | strategy.reader.further(kind, state) if sums else {}
+        template = {n: initial[n] for n in schema.shapes} | strategy.reader.further(kind, state) if sums else {}
         if secure is None or sums is None or not template:
-            return self.manager.send_and_receive(exchange, payloads, expected, check, request)
+            return self.manager.send_and_receive(exchange, payloads, schema, request)
         noise = released(strategy.reader, kind, template)
-        return secure.exchange(exchange, payloads, sums, template, check, request, noise)
+        return secure.exchange(exchange, payloads, sums, template, schema, request, noise)
 
 
 def stored(folder: Path, server_round: int) -> Progress:
@@ -273,9 +271,3 @@ def stored(folder: Path, server_round: int) -> Progress:
     """
     _, state, remembered = checkpoint.load(folder, server_round)
     return Progress(server_round, state, digests_of(remembered["Cohort"]))
-
-
-def no_arrays(reply: Reply) -> str | None:
-    """Return why a reply to an evaluation is refused: it holds arrays; else None."""
-    name = next(iter(reply.arrays), None)
-    return None if name is None else f"the reply to an evaluation must hold no arrays, but has '{name}'"

@@ -101,7 +101,7 @@ class NoisedSums(Reducer):
 
 
 class PooledRows(NoisedSums):
-    """The class means of all clients' noised sums, as the rows of one client (FedGH): one client's are mostly noise.
+    """The class means of all clients' noised sums, as the rows of one client: one client's are mostly noise.
 
     Means are of at least one image and no longer than an image's representation.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from fedapp.core.privacy import Privacy
 from fedapp.core.robust import UNGUARDED, count_limit, mean_of
 from fedapp.errors import Impossible
-from fedapp.method import Arrays, Method, Payload, Reduction, Reply, ServerContext, ServerState
+from fedapp.method import HEAD, Arrays, Method, Payload, Reduction, Reply, ServerContext, ServerState, Size
 from fedapp.reduce.noised import NOISED_FORMS, Noised, noised
 from fedapp.reduce.plain import MeanReducer, PlainClassMeans, PlainMoments, PlainRows, PlainTotals
 from fedapp.reduce.robust import RobustClassMeans
@@ -26,6 +26,39 @@ from fedapp.settings import RobustnessSettings
 
 Check: TypeAlias = Callable[[Reply], str | None]
 """Returns the problem of a reply, or None."""
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+Raw: TypeAlias = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The possible replies to one kind of message, as a method declares them.
+
+    Attributes
+    ----------
+    method : its id, for messages.
+    shapes : of the model's arrays by name; each must be there.
+    further : names of other arrays, or beginnings of names that end in `/`.
+    sizes : of numbers, by beginnings of arrays' names; the others are at most `LARGEST`.
+    numbers : names of the method's own numbers.
+    sampled : whether a further array may hold a representation of each sample.
+    raw : dtype and shape by name of arrays whose numbers mean nothing by themselves (secure sums). Where there are any,
+        the reply holds these and no others.
+    check : returns the problem of a reply that fits all this, or None.
+    """
+
+    method: str = "the method"
+    shapes: Shapes = field(default_factory=dict)
+    further: tuple[str, ...] = ()
+    sizes: Mapping[str, Size] = field(default_factory=lambda: dict.fromkeys(HEAD, "feature"))
+    numbers: Collection[str] = ()
+    sampled: bool = False
+    raw: Raw = field(default_factory=dict)
+    check: Check = lambda reply: None
+
+    def hidden(self, raw: Raw) -> Schema:
+        """Return the schema of the same replies with these arrays instead, of which only the sum is checked."""
+        return dataclasses.replace(self, shapes={}, further=(), raw=raw, check=lambda reply: None)
 
 
 @dataclass(frozen=True)
@@ -175,16 +208,23 @@ class Reader:
         forms = self._forms(exchange, state) or []
         return {n: array for _, form in forms for n, array in form.items() if n not in self.context.initial}
 
-    def checker(self, exchange: str, state: ServerState, shared: Callable[[str], bool] | None = None) -> Check:
-        """Return a function that returns why a reply does not have the form that the server reduces, or None.
+    def schema(self, exchange: str, state: ServerState) -> Schema:
+        """Return the possible replies to `train`, `evaluate` or a query, of clients that were sent this state."""
+        method, shapes = self.method, {name: array.shape for name, array in self.context.initial.items()}
+        of = self.reductions.get(exchange, {}).values()
+        return Schema(
+            method.id,
+            method.expected(self.hparams, shapes) if exchange == "train" else {},
+            () if exchange == "evaluate" else method.extra_up,
+            {**Schema().sizes, **{name: size for r in of for name, size in r.sizes.items()}},
+            method.numbers,
+            any(isinstance(r, Each) and r.sampled for r in of),
+            check=self._checker(exchange, state),
+        )
 
-        Parameters
-        ----------
-        shared : whether a name is that of a model array in replies; None: it is one if the method shares it.
-        """
-        prefixes, forms = tuple(self.method.up_prefixes(self.hparams)), self._forms(exchange, state)
-        model = self.context.initial if self.method.up is None else {}  # all that is shared comes back
-        shared = shared or (lambda name: name in model or name.startswith(prefixes))
+    def _checker(self, exchange: str, state: ServerState) -> Check:
+        """Return a function that returns why a reply does not have the form that the server reduces, or None."""
+        forms = self._forms(exchange, state)
         allows = self.method.allows if self.method.reduces is None else lambda name: False
         own = tuple(r.prefix for r, _ in forms or () if isinstance(r, Gaussians))
         known = {name for r, form in forms or () for name in (*form, *(r.further if isinstance(r, Rows) else ()))}
@@ -192,8 +232,6 @@ class Reader:
             known.update(self.context.initial)
 
         def problem(reply: Reply) -> str | None:
-            if extra := [n for n in reply.arrays if not shared(n) and not self.method.allows(n)]:
-                return f"'{extra[0]}' is not an array that {self.method.id} shares"
             if forms is None:
                 return None
             if extra := [n for n in reply.arrays.keys() - known if not n.startswith(own) and not allows(n)]:

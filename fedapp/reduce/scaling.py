@@ -39,7 +39,10 @@ def _problem(context: ServerContext, arrays: Arrays, lost: float) -> str | None:
     return None if bool((square >= least).all()) else "no features have these sums and squares"
 
 
-MOMENTS = Total(SCALING, _empty, _problem, lambda arrays: float(arrays["count"][0]), capped=False, least=None)
+MOMENTS = Total(
+    SCALING, _empty, _problem, lambda arrays: float(arrays["count"][0]), capped=False,
+    terms={"sum": "features", "square": "products"}, least=None,
+)  # fmt: skip
 
 
 def with_scaling(method: Method, hparams: BaseHParams) -> Method:

@@ -34,7 +34,7 @@ from fedapp.core.names import prefixed, under
 from fedapp.core.privacy import Squares
 from fedapp.core.robust import RobustMean, weaker
 from fedapp.errors import Impossible
-from fedapp.method import Array, Arrays, Payload, Permits, Reduction, Reply, ServerContext, ServerState, Sums
+from fedapp.method import Array, Arrays, Payload, Permits, Reduction, Reply, ServerContext, ServerState, Size, Sums
 
 Of: TypeAlias = Callable[[ServerContext, ServerState], Arrays]
 """Gives the arrays of a reduction from the state that the clients were sent, for a query from its payload's common
@@ -123,6 +123,11 @@ class ClassMean(Reduction):
     summed: bool = False
     least: str | None = field(default="", kw_only=True)
 
+    @property
+    def sizes(self) -> Mapping[str, Size]:
+        """Rows are means of representations, or sums of these."""
+        return {self.rows: "features" if self.summed else "feature"}
+
     def form(self, context: ServerContext, state: ServerState) -> Arrays:
         """Return a reply of a client that has all classes."""
         shape = (context.num_classes, context.width)
@@ -152,7 +157,7 @@ class ClassMean(Reduction):
     @property
     def permits(self) -> Permits:
         """Rows add up class by class, unless the server must know the classes of each client."""
-        sums = Sums("", (self.rows, self.counts)) if self.summed else Sums("", rows=self.rows)
+        sums = Sums("", (self.rows, self.counts)) if self.summed else Sums("", (), self.rows, self.counts)
         return Permits(None if self.named else sums, ("rules", "count-cap"))
 
 
@@ -176,6 +181,11 @@ class Rows(Reduction):
     counted: str = ""
     noised: str = ""
     least: str | None = field(default="", kw_only=True)
+
+    @property
+    def sizes(self) -> Mapping[str, Size]:
+        """Rows are means of representations, or outputs."""
+        return {self.rows: "feature"}
 
     def form(self, context: ServerContext, state: ServerState) -> Arrays:
         """Return a reply of a client that has all classes."""
@@ -206,6 +216,7 @@ class Total(Reduction):
         at most `lost`.
     samples : gives the number of samples behind sums. Without it the arrays are losses; the first belongs to the
         smallest factor (`core.sums.capped_losses`).
+    terms : the kind of the terms of sums, by name; other sums are at most `LARGEST`.
     read : decodes the sum over all clients.
     apart : whether the server needs each client's own as well.   capped : whether `count-cap` bounds them.
     moments : second moments of the form with noise, see `core.privacy.Joint`; None = the sums have no form with noise.
@@ -219,8 +230,16 @@ class Total(Reduction):
     read: Callable[[ServerContext, Arrays], Arrays] = lambda context, arrays: arrays
     apart: bool = False
     capped: bool = True
+    terms: Mapping[str, Size] = field(default_factory=dict, hash=False)
     moments: Squares | None = None
     remade: Callable[[Float64, Float64, Float64 | None], Arrays] | None = None
+
+    @property
+    def sizes(self) -> Mapping[str, Size]:
+        """Sums have `terms`; without a number of samples they are losses."""
+        return (
+            {self.prefix + name: size for name, size in self.terms.items()} if self.samples else {self.prefix: "losses"}
+        )
 
     def form(self, context: ServerContext, state: ServerState) -> Arrays:
         """Return a reply of a client without samples."""
@@ -244,7 +263,7 @@ class Total(Reduction):
 
 @dataclass(frozen=True)
 class Gaussians(Reduction):
-    """Counts, means and covariances of single classes, pooled over clients (Eq. 3 and 4 of CCVR).
+    """Counts, means and covariances of single classes, pooled over clients.
 
     Attributes
     ----------
@@ -255,6 +274,14 @@ class Gaussians(Reduction):
     prefix: str
     cov: gaussian.Mode
     centres: str = ""
+
+    @property
+    def sizes(self) -> Mapping[str, Size]:
+        """Means of representations, or sums of these and of their products."""
+        of: Mapping[str, Size] = (
+            {"sum": "features", "square": "products"} if self.cov == "sums" else {"mean": "feature"}
+        )
+        return {self.prefix + name: size for name, size in of.items()}
 
     def form(self, context: ServerContext, state: ServerState) -> Arrays:
         """Return the sums of a client without samples; other forms have as many rows as the client has classes."""
@@ -289,11 +316,13 @@ class Each(Reduction):
     share : gives the shares of the classes in a reply, (C,), by which the server weighs its arrays class by class.
     cap : whether sample counts are weights.
     grouped : whether the server averages the arrays within groups that it forms meanwhile, by `Reduced.mean`.
+    sampled : whether they hold a representation of each sample.
     """
 
     share: Callable[[Arrays], Float64] | None = None
     cap: bool = True
     grouped: bool = False
+    sampled: bool = False
 
     @property
     def permits(self) -> Permits:

@@ -12,7 +12,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,8 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Message
 
 from fedapp.errors import Impossible
-from fedapp.method import LARGEST, Arrays, ClientInfo
+from fedapp.method import LARGEST, Arrays, ClientInfo, Size, is_one_of
+from fedapp.reduce.reader import Schema
 from fedapp.transport.delivery import TEXT_MOST
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, Part, reply_of
 
@@ -43,7 +44,7 @@ NAME_MOST, INFO_MOST = 200, 16
 COUNT_MOST = 10**9
 """Largest sample count, class id or class count."""
 LARGE = 1e4
-"""Largest value of heads and of means of representations, the default of `max-abs`; of anything else: `LARGEST`."""
+"""Largest value of heads and of means of representations: the default of `max-abs`."""
 SECONDS_MOST = 1e7
 FACTS = frozenset(("client", "model", "state", "state-from", "state-binds", "state-lost", CAST))
 """Names of a reply's facts that are not numbers."""
@@ -60,12 +61,13 @@ MODEL = re.compile(r"\A[\w.:,+-]{1,200}\Z")
 """The name of an architecture."""
 DTYPES = ("float32", "float64", "int32", "int64")
 """What further arrays, such as class means with their labels, may consist of; and half precision where it is on."""
-NARROW = ("head.", "lar", "protos", "outputs", "statistics/mean", "nh/", "dbe/", "pac/h", "pac/proto")
-"""Beginnings of the names of arrays whose values are at most `Contract.max_abs`."""
-SUMS = {"sums/a": 2, "sums/b": 1, "statistics/sum": 1, "statistics/square": 2, "scaling/sum": 1, "scaling/square": 2}
-"""Sums over a client's samples, with the power of `Contract.max_abs` that one sample adds at most."""
-LOSSES = "sums/loss"
-"""Sums of losses: at least 0, and without an upper limit, as all losses."""
+LIMITS: Mapping[Size, Callable[[int, float], float]] = {
+    "feature": lambda count, most: most,
+    "features": lambda count, most: count * most,
+    "products": lambda count, most: count * most**2,
+    "losses": lambda count, most: math.inf,
+}
+"""Largest value of each size, from a client's number of samples and `Contract.max_abs`."""
 
 
 @dataclass(frozen=True)
@@ -74,33 +76,26 @@ class Contract:
 
     Attributes
     ----------
-    client : its id.   kind : type of the message that it answers.   method : id of the method, for messages.
-    arrays : shape by name of the model arrays that must be there.
-    further : says whether another array's name is allowed.
-    further_bytes : largest size of all other arrays together.
+    client : its id.   kind : type of the message that it answers.   schema : of all clients' replies.
+    further_bytes : largest size of all arrays next to the model's together.
     count, tests : training and test samples that the client stated when it registered; tests = -1: not stated.
     wire_dtype : `fp32`, or `fp16` if float32 arrays travel in half precision.
     max_abs : largest value in heads and in means of representations.
-    metrics : returns whether a metric's name is one of the run or of the method.
+    numbers : names of the numbers that a reply may hold; None = any.
     scored : whether the reply must hold a score.
-    raw : dtype and shape by name of arrays whose numbers mean nothing by themselves (secure sums). Where there are any,
-        the reply holds these and no others.
     dtypes : possible dtypes of the model arrays.
     """
 
     client: int
     kind: str
-    method: str
-    arrays: Mapping[str, tuple[int, ...]]
-    further: Callable[[str], bool]
+    schema: Schema
     further_bytes: int
     count: int
     wire_dtype: str = "fp32"
     tests: int = -1
     max_abs: float = LARGE
-    metrics: Callable[[str], bool] = lambda name: True
+    numbers: Collection[str] | None = None
     scored: bool = False
-    raw: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ("float32",)
 
 
@@ -276,16 +271,17 @@ def _arrays_problem(record: Mapping[str, FlowerArray], contract: Contract) -> st
 
 def _names_problem(sizes: Mapping[str, int], contract: Contract) -> str | None:
     """Return the fault of the names of arrays and their sizes in bytes."""
-    missing = [name for name in (*contract.arrays, *contract.raw) if name not in sizes]
+    schema = contract.schema
+    missing = [name for name in (*schema.shapes, *schema.raw) if name not in sizes]
     if missing:
         return f"arrays missing: {', '.join(missing[:5])}"
-    if len(sizes) > len(contract.arrays) + FURTHER:
-        return f"it holds {len(sizes)} arrays, at most {len(contract.arrays) + FURTHER} are possible"
+    if len(sizes) > len(schema.shapes) + FURTHER:
+        return f"it holds {len(sizes)} arrays, at most {len(schema.shapes) + FURTHER} are possible"
     if long := next((name for name in sizes if len(name) > NAME_MOST), ""):
         return f"the name of an array has {len(long)} characters, at most {NAME_MOST} are possible"
-    further = sizes.keys() - contract.arrays.keys() - contract.raw.keys()
-    if strange := next((name for name in sizes if name in further and not contract.further(name)), None):
-        return f"'{strange}' is not an array that {contract.method} shares"
+    further = sizes.keys() - schema.shapes.keys() - schema.raw.keys()
+    if strange := next((name for name in sizes if name in further and not is_one_of(name, schema.further)), None):
+        return f"'{strange}' is not an array that {schema.method} shares"
     rest = sum(sizes[name] for name in further)
     if rest > contract.further_bytes:
         return f"arrays next to the model's have {rest} bytes, at most {contract.further_bytes} are possible"
@@ -321,10 +317,11 @@ def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | N
 
 def _type_problem(name: str, dtype: str, shape: tuple[int, ...], contract: Contract) -> str | None:
     half = ("float16",) if contract.wire_dtype == "fp16" else ()
-    allowed = (*(contract.dtypes if name in contract.arrays else DTYPES), *half)
-    expected = contract.arrays.get(name)
-    if name in contract.raw:
-        allowed, expected = (contract.raw[name][0],), contract.raw[name][1]
+    schema = contract.schema
+    allowed = (*(contract.dtypes if name in schema.shapes else DTYPES), *half)
+    expected = schema.shapes.get(name)
+    if name in schema.raw:
+        allowed, expected = (schema.raw[name][0],), schema.raw[name][1]
     if dtype not in allowed:
         return f"'{name}' has dtype {str(dtype)[:NAME_MOST]}, expected {' or '.join(allowed)}"
     if expected is not None and shape != tuple(expected):
@@ -341,22 +338,20 @@ def _cast_problem(info: Mapping[str, Any], record: Mapping[str, FlowerArray], co
 
 def _values_problem(arrays: Arrays, contract: Contract) -> str | None:
     for name, array in arrays.items():
-        if not array.size or name in contract.raw:
+        if not array.size or name in contract.schema.raw:
             continue
         low, high = array.min(), array.max()
         if not (np.isfinite(low) and np.isfinite(high)):
             return f"'{name}' contains NaN or infinity"
         limit: float = COUNT_MOST
         # A variance below 0 would make the others' scores NaN. Those of updates may fall.
-        least = 0.0 if name in contract.arrays and name.endswith("running_var") else -math.inf
+        least = 0.0 if name in contract.schema.shapes and name.endswith("running_var") else -math.inf
         if np.issubdtype(array.dtype, np.floating):
             # A BatchNorm layer on features in their own units holds the squares of those.
-            wide = LARGEST**2 if name.endswith("running_var") else LARGEST
-            limit = contract.max_abs if name.startswith(NARROW) else wide
-            if name in SUMS:
-                limit = contract.count * contract.max_abs ** SUMS[name]
-            if name == LOSSES:
-                least, limit = 0.0, math.inf
+            limit = LARGEST**2 if name.endswith("running_var") else LARGEST
+            if size := next((s for begin, s in contract.schema.sizes.items() if name.startswith(begin)), None):
+                least = 0.0 if size == "losses" else least
+                limit = LIMITS[size](contract.count, contract.max_abs)
         least = max(least, -limit)
         if not (least <= low and high <= limit):
             return f"'{name}' holds values from {low:g} to {high:g}, possible are {least:g} to {limit:g}"
@@ -370,7 +365,7 @@ def _metrics_problem(metrics: Mapping[str, Any], contract: Contract) -> str | No
     for name, value in metrics.items():
         if len(name) > NAME_MOST:
             return f"the name of a metric has {len(name)} characters, at most {NAME_MOST} are possible"
-        if name != "num-examples" and not contract.metrics(name):
+        if name != "num-examples" and contract.numbers is not None and name not in contract.numbers:
             return f"the metric '{name}' was not asked for: a method names its own in Method.columns or Method.metrics"
         if isinstance(value, list) and len(value) > LIST_MOST:
             return f"'{name}' has {len(value)} numbers, at most {LIST_MOST} are possible"

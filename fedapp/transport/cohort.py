@@ -23,7 +23,6 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,7 +32,7 @@ from flwr.serverapp import Grid
 from fedapp.core.averages import lower_median
 from fedapp.errors import BadRequest, one_line, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply
-from fedapp.reduce.reader import Check
+from fedapp.reduce.reader import Schema
 from fedapp.settings import FederationSettings
 from fedapp.transport.agreement import by_body, other_classes
 from fedapp.transport.boundary import (
@@ -56,9 +55,8 @@ from fedapp.transport.offences import Blocked, Dropped, Offences
 from fedapp.transport.records import Encoder, Part, parts, sealed, together
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.traffic import Exchange, RoundFailed, needed_replies
-from fedapp.transport.validation import Raw, Shapes, Validation, failure, last_line, problem_of
+from fedapp.transport.validation import Validation, failure, last_line, problem_of
 
-NOTHING: Raw = MappingProxyType({})
 POLL = (0.02, 0.1)
 """Shortest and longest time in seconds between two checks for replies."""
 
@@ -109,6 +107,7 @@ class Cohort(ABC):
         self.silent: dict[str, dict[int, int]] = {}
         self.offences = Offences()
         self.reference = -1
+        self.method: Method | None = None
         self._left_out: dict[int, str] = {}  # why, by node
         self._unable: dict[int, int] = {}  # the client of a node that states itself that it cannot take part, or -1
         self._moved: set[int] = set()  # nodes, in a simulation clients, that answered as another client
@@ -205,10 +204,10 @@ class Cohort(ABC):
             raise BadRequest(self._shortage(reason))
 
     def _agreed(self, method: Method, reference: int | None, apart: Mapping[int, str]) -> int:
-        """Leave out the clients that do not agree with the reference, and let the method decide what replies hold."""
+        """Leave out the clients that do not agree with the reference, and note the method for those that join later."""
         self.reference = min(self.infos) if reference is None else reference
         self.leave_out(apart)
-        self.validation.method = method
+        self.method = method
         return self.reference
 
     def _forget(self, client: int) -> int:
@@ -282,10 +281,8 @@ class Cohort(ABC):
         self,
         exchange: Exchange,
         payloads: Iterable[tuple[int, Payload]],
-        expected: Shapes,
-        check: Check,
+        schema: Schema,
         request: RoundRequest | Mapping[int, RoundRequest],
-        raw: Raw = NOTHING,
     ) -> Iterator[Reply]:
         """Send messages to clients and yield the good replies in the order of the client ids.
 
@@ -295,18 +292,17 @@ class Cohort(ABC):
 
         Parameters
         ----------
-        expected : shapes of the model's arrays in a reply.   check : of the method.
+        schema : of the replies.
         request : to all clients, or by client. A client restores the state that it had before the round of its request.
-        raw : with secure sums, see `Contract.raw`.
         """
         started, kind, before = time.perf_counter(), exchange.stage, len(exchange.bad)
         given = dict(payloads)  # each is let go when its message is made
         ids, groups = sorted(given), _groups(given)
         exchange.messaged.extend(ids)
-        bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
-        bytes_each += sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in raw.values())
+        bytes_each = 4 * sum(math.prod(shape) for shape in schema.shapes.values())
+        bytes_each += sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in schema.raw.values())
         batches, at_once = self._batches(kind, ids, bytes_each)
-        contracts = self._contracts(kind, ids, expected, raw)
+        contracts = self._contracts(kind, ids, schema)
         most = FACTS_SIZE + bytes_each + max((c.further_bytes for c in contracts.values()), default=0)
         limit = self._limit(kind) * max(map(len, batches), default=1)
         encoder = Encoder(self.settings.wire_dtype, self.in_turn)  # it keeps what it has encoded for several clients
@@ -325,7 +321,7 @@ class Cohort(ABC):
             for batch, answer in self._answers(kind, batches, message, limit, at_once, most):
                 several = {} if len(batch) == 1 or answer.has_error() else parts(answer.content)
                 for c in batch:
-                    yield c, self._checked(several.get(c, answer), contracts[c], exchange, check, next(arrivals))
+                    yield c, self._checked(several.get(c, answer), contracts[c], exchange, next(arrivals))
 
         def unanswered(client: int) -> None:
             waited = time.perf_counter() - started
@@ -339,22 +335,20 @@ class Cohort(ABC):
         self._lasted[kind] = time.perf_counter() - started
         exchange.seconds += self._lasted[kind]
 
-    def _contracts(self, kind: str, ids: Sequence[int], expected: Shapes, raw: Raw) -> dict[int, Contract]:
+    def _contracts(self, kind: str, ids: Sequence[int], schema: Schema) -> dict[int, Contract]:
         """Return the contract of each client's reply."""
         widths, infos, contract = self._widths(ids), self.infos, self.validation.contract
         tests = {c: int(self.facts[c].get("test-examples", -1)) for c in ids}
-        return {c: contract(kind, infos[c], tests[c], expected, raw, widths[c]) for c in ids}
+        return {c: contract(kind, infos[c], tests[c], schema, widths[c]) for c in ids}
 
-    def _checked(
-        self, message: Message | Part, contract: Contract, exchange: Exchange, check: Check, arrival: int
-    ) -> Reply | None:
+    def _checked(self, message: Message | Part, contract: Contract, exchange: Exchange, arrival: int) -> Reply | None:
         """Return a reply that counts, or None: then its reason is recorded. Nothing that a client sends is raised."""
         client = contract.client
         got = failure(message) if isinstance(message, Message) and message.has_error() else read(message, contract)
         if isinstance(got, Good):
             count = int(got.metrics["num-examples"])
             reply = Reply(client, count, got.arrays, got.metrics, got.size, contract.kind, arrival)
-            problem = self.ledger.problem(client, got.info) or problem_of(reply, check)
+            problem = self.ledger.problem(client, got.info) or problem_of(reply, contract.schema.check)
             if not problem:
                 self.ledger.note(client, got.info, got.metrics)
                 exchange.metrics[client] = {**got.metrics, "bytes-up": got.size}

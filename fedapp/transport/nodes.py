@@ -311,7 +311,7 @@ class NodeCohort(Cohort):
                 "minute)"
             )
         others = [c for c in (self.reference, *sorted(self.infos)) if c != client and c in self.infos]
-        if (method := self.validation.method) is not None:
+        if (method := self.method) is not None:
             for other in compared(newcomer, others, self.infos):
                 problem = clash(method, self.infos[other], newcomer, self.facts[other], facts)
                 if problem:

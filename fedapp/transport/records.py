@@ -8,7 +8,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -147,7 +147,7 @@ class Encoder:
         """Return what the message to a client holds, and the bytes of its arrays as they are sent."""
         arrays = self.arrays(payload)
         casts = {n: str(a.dtype) for n, a in payload.all().items() if str(a.dtype) != arrays[n].dtype}
-        header = {**request.record(), CAST: json.dumps(casts)}
+        header = {**replace(request, sum_bits=payload.sum_bits).record(), CAST: json.dumps(casts)}
         records = Records({ARRAYS: arrays}, {}, {SCALARS: dict(payload.scalars), REQUEST: header})
         return records, sum(wire_bytes(a) for a in arrays.values())
 
@@ -250,7 +250,8 @@ def payload_of(message: Message | Part, checked: bool = False) -> tuple[Payload,
     arrays = arrays_of(content.array_records.get(ARRAYS, {}), casts, checked)
     if checked:
         arrays = {name: a.copy() for name, a in arrays.items()}
-    return Payload(arrays=arrays, scalars=dict(content.config_records.get(SCALARS, {}))), request  # type: ignore[arg-type]
+    scalars: dict[str, Any] = dict(content.config_records.get(SCALARS, {}))
+    return Payload(arrays, {}, scalars, request.sum_bits), request
 
 
 def reply_records(

@@ -34,6 +34,7 @@ class RoundRequest:
     final : this is the last evaluation of the run.   tune : the client fine-tunes in it, if its method does.
     unseen : the client took no part in the training.
     scaling : mean and standard deviation of the features of all clients, as JSON; empty = features stay as they are.
+    secure_sum : name of the secure sum that the message belongs to.   sum_bits : see `Payload.sum_bits`.
     """
 
     run: str = ""
@@ -55,6 +56,8 @@ class RoundRequest:
     tune: bool = True
     unseen: bool = False
     scaling: str = ""
+    secure_sum: str = ""
+    sum_bits: int = 0
 
     def record(self) -> dict[str, Scalar]:
         """Return the values of a message's record; those at their defaults are left out."""

@@ -50,12 +50,13 @@ from fedapp.core.secure_sum import (
     threshold,
     usable,
 )
-from fedapp.method import SUM_BITS, Array, Arrays, Payload, Reply, Scalar, Sums
+from fedapp.method import Array, Arrays, Payload, Reply, Sums
+from fedapp.reduce.reader import Raw, Schema
+from fedapp.reduce.spec import LABELS
 from fedapp.transport.cohort import Cohort
 from fedapp.transport.identity import PROOF, Identity, unproved
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.traffic import Exchange, RoundFailed
-from fedapp.transport.validation import Raw
 
 Ask: TypeAlias = Callable[[str, Mapping[int, Payload], Raw], Iterator[Reply]]
 """Sends the messages of one stage and yields the replies; the last value is the form of a reply."""
@@ -63,11 +64,8 @@ PREFIX = "secure/"
 KEYS, PROOFS, IDS, DIGEST, SHARES, HIDDEN, CODES = (
     PREFIX + n for n in ("keys", "proofs", "ids", "digest", "shares", "hidden", "codes")
 )
-EXCHANGE = "secure-exchange"
-"""Name of the scalar that names an exchange."""
 NOISED = "noised"
 """Name of the one vector that takes the place of all arrays where the sum has noise."""
-LABELS, COUNTS = "labels", "counts"
 QUESTIONS = "query"
 """Name of all questions of a run among the sums that were opened: they are about the same data."""
 
@@ -83,7 +81,7 @@ def additive(arrays: Mapping[str, Array], sums: Sums, num_samples: int, num_clas
     arrays : the reply's.   num_samples : n_k of the client.   num_classes : C; rows become (C, ...), zero where absent.
     """
     weight = num_samples if sums.weights == "samples" else 1
-    of_classes = {sums.rows, LABELS, COUNTS} if sums.rows else set()
+    of_classes = {sums.rows, LABELS, sums.counts} if sums.rows else set()
     found = {
         name: array if name.startswith(sums.totals) else array.astype(np.float64) * weight
         for name, array in arrays.items()
@@ -92,7 +90,7 @@ def additive(arrays: Mapping[str, Array], sums: Sums, num_samples: int, num_clas
     if sums.rows:
         rows, labels = arrays[sums.rows], arrays[LABELS]
         held = np.zeros(num_classes, np.int64)
-        held[labels] = arrays.get(COUNTS, np.ones(len(labels), np.int64))
+        held[labels] = arrays.get(sums.counts, np.ones(len(labels), np.int64))
         found[sums.rows] = np.zeros((num_classes, *rows.shape[1:]))
         found[sums.rows][labels] = held[labels, None] * rows.astype(np.float64)
         found[LABELS] = held
@@ -101,7 +99,7 @@ def additive(arrays: Mapping[str, Array], sums: Sums, num_samples: int, num_clas
 
 def shapes_of(template: Mapping[str, Array], sums: Sums) -> dict[str, tuple[int, ...]]:
     """Return the shapes of what `additive` makes of a reply like the template."""
-    return {name: array.shape for name, array in template.items() if not (sums.rows and name == COUNTS)}
+    return {name: array.shape for name, array in template.items() if not (sums.rows and name == sums.counts)}
 
 
 def restored(totals: Mapping[str, Array], sums: Sums, weight: float, template: Mapping[str, Array]) -> Arrays:
@@ -114,7 +112,7 @@ def restored(totals: Mapping[str, Array], sums: Sums, weight: float, template: M
     """
     found: Arrays = {}
     for name, like in template.items():
-        if sums.rows and name in (sums.rows, LABELS, COUNTS):
+        if sums.rows and name in (sums.rows, LABELS, sums.counts):
             continue
         total = totals[name] if name.startswith(sums.totals) else totals[name] / weight
         whole = np.issubdtype(like.dtype, np.integer)
@@ -124,8 +122,8 @@ def restored(totals: Mapping[str, Array], sums: Sums, weight: float, template: M
         seen = np.flatnonzero(held)
         found[sums.rows] = (totals[sums.rows][seen] / held[seen, None]).astype(template[sums.rows].dtype)
         found[LABELS] = seen.astype(template[LABELS].dtype)
-        if COUNTS in template:
-            found[COUNTS] = held[seen]
+        if sums.counts in template:
+            found[sums.counts] = held[seen]
     return found
 
 
@@ -188,12 +186,12 @@ class SecureClient:
         self.member = Member(client, kept)
         self.dropout, self.colluders, self.identity, self.fewest = dropout, colluders, identity, fewest
 
-    def answer(self, stage: str, payload: Payload, run: str) -> Arrays:
+    def answer(self, stage: str, payload: Payload, request: RoundRequest) -> Arrays:
         """Answer a message that needs no data; an `Unsafe` says what is wrong with it."""
         if stage == "query.keys":
             key = self.member.key()
-            return {KEYS: _bytes(key), PROOFS: _bytes(self.identity.proof(run, self.member.client, key))}
-        arrays, tag = payload.all(), str(payload.scalars.get(EXCHANGE, ""))
+            return {KEYS: _bytes(key), PROOFS: _bytes(self.identity.proof(request.run, self.member.client, key))}
+        arrays, tag = payload.all(), request.secure_sum
         ids = _ids(arrays.get(IDS))
         if stage == "query.unmask":
             codes = dict(zip(ids, _rows(arrays.get(CODES), len(ids), KEY), strict=True))
@@ -202,7 +200,7 @@ class SecureClient:
             return {CODES: self.member.agree(tag, ids)}
         keys = dict(zip(ids, _rows(arrays.get(KEYS), len(ids), KEY), strict=True))
         proofs = dict(zip(ids, _rows(arrays.get(PROOFS), len(ids), PROOF), strict=True))
-        if problem := self.identity.problem_of(run, keys, proofs):
+        if problem := self.identity.problem_of(request.run, keys, proofs):
             raise Unsafe(problem)
         least = threshold(len(ids), self.dropout)
         if problem := flaw(len(ids), least, self.colluders):
@@ -215,32 +213,18 @@ class SecureClient:
         offer = self.member.offer(tag, keys, least)
         return {KEYS: _bytes(offer.key), DIGEST: _bytes(offer.digest), SHARES: offer.sealed}
 
-    def hide(self, given: Payload, arrays: Mapping[str, Array], bits: int | None = None) -> Arrays:
+    def hide(self, request: RoundRequest, given: Arrays, arrays: Mapping[str, Array], bits: int) -> Arrays:
         """Return the hidden form of arrays that `additive` made.
 
         Parameters
         ----------
-        given : the part of the message that `taken_from` took out of it.
-        bits : see `masks.encode`; None = as many as the message requests.
+        given : the arrays of the message that belong to secure sums, by their names without `PREFIX`.
+        bits : see `masks.encode`.
         """
-        bits = _bits(given) if bits is None else bits
-        ids = _ids(given.arrays.get(IDS))
-        sealed = dict(zip(ids, _rows(given.arrays.get(SHARES), len(ids), SEALED), strict=True))
+        ids, shares = _ids(given.get(IDS.removeprefix(PREFIX))), given.get(SHARES.removeprefix(PREFIX))
+        sealed = dict(zip(ids, _rows(shares, len(ids), SEALED), strict=True))
         vector = masks.encode(arrays, len(self.member.kept.get("ids", ())) or 1, bits)
-        return {HIDDEN: self.member.hide(str(given.scalars.get(EXCHANGE, "")), sealed, vector)}
-
-
-def taken_from(payload: Payload) -> tuple[Payload, Payload]:
-    """Return a message without what belongs to secure sums, and that, with the bits of its sums."""
-    mine = {n: a for n, a in payload.arrays.items() if n.startswith(PREFIX)}
-    rest = {n: a for n, a in payload.arrays.items() if n not in mine}
-    scalars = {n: v for n, v in payload.scalars.items() if n != EXCHANGE}
-    named: dict[str, Scalar] = {EXCHANGE: payload.scalars.get(EXCHANGE, ""), SUM_BITS: _bits(payload)}
-    return Payload(rest, payload.common, scalars), Payload(mine, {}, named)
-
-
-def _bits(payload: Payload) -> int:
-    return int(payload.scalars.get(SUM_BITS, masks.BITS))
+        return {HIDDEN: self.member.hide(request.secure_sum, sealed, vector)}
 
 
 def _bytes(text: bytes) -> Array:
@@ -308,7 +292,7 @@ class SecureSums:
         payloads: Iterable[tuple[int, Payload]],
         sums: Sums,
         template: Mapping[str, Array],
-        check: Callable[[Reply], str | None],
+        schema: Schema,
         request: RoundRequest,
         released: Released | None = None,
     ) -> Iterator[Reply]:
@@ -317,7 +301,7 @@ class SecureSums:
         Parameters
         ----------
         sums : what adds up how.   template : arrays with the names, shapes and dtypes of a reply.
-        check : of the method; here it is asked about the one reply.
+        schema : of the replies; its check is asked about the one reply.
         released : what adds up where the sum has noise.
 
         Raises
@@ -332,13 +316,14 @@ class SecureSums:
             given = {c: p for c, p in given.items() if c in before}
             self._all_of(before, given, exchange)
         exchange.messaged.extend(sorted(given))
-        ask = functools.partial(self._ask, exchange, request)
+        tag = f"{self.cohort.request.run}/{kind}/{os.urandom(16).hex()}"
+        ask = functools.partial(self._ask, exchange, dataclasses.replace(request, secure_sum=tag), schema)
         self._ask_for_keys(exchange, ask, given)
-        collector = self._ask_for_shares(exchange, ask, [c for c in given if c in self.keys])
+        collector = self._ask_for_shares(exchange, ask, tag, [c for c in given if c in self.keys])
         self.share = noise_share(len(collector.ids), collector.threshold, self.colluders)
         shapes = {NOISED: (released.size,)} if released else shapes_of(template, sums)
         size = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
-        like = next(iter(given.values()))
+        bits = next(iter(given.values())).sum_bits
         messages = {c: self._with_shares(given.pop(c), collector, c) for c in sorted(collector.offers)}
         members = []
         for reply in ask(kind, messages, {HIDDEN: ("uint64", (size,))}):
@@ -350,25 +335,31 @@ class SecureSums:
         self.cohort.require(exchange)
         self._all_of(before, collector.summed, exchange)
         self.opened.add(name, collector.summed)
-        total = masks.decode(self._open(exchange, ask, collector), shapes, 0 if released else _bits(like))
+        total = masks.decode(self._open(exchange, ask, collector), shapes, 0 if released else bits or masks.BITS)
         count = sum(m.num_samples for m in members)
         if released is None:
             arrays = restored(total, sums, count if sums.weights == "samples" else len(members), template)
         else:
             arrays = released.parts(total[NOISED] * released.step(self.share), len(members))
-        lost = 0.0 if SUM_BITS in like.scalars else masks.rounding(len(members))
+        lost = 0.0 if bits else masks.rounding(len(members))
         summed = Reply(-1, count, arrays, {}, exchange.up, kind, 0, tuple(members), lost)
-        if problem := check(summed):
+        if problem := schema.check(summed):
             raise RoundFailed(f"round {exchange.round}: no replies have this sum: {problem}", exchange.round)
         exchange.seconds = time.perf_counter() - started
         yield summed
 
     def _ask(
-        self, exchange: Exchange, request: RoundRequest, stage: str, messages: Mapping[int, Payload], raw: Raw
+        self,
+        exchange: Exchange,
+        request: RoundRequest,
+        schema: Schema,
+        stage: str,
+        messages: Mapping[int, Payload],
+        raw: Raw,
     ) -> Iterator[Reply]:
         """Send the messages of one stage of an exchange and yield the replies; the exchange records them."""
         part = Exchange(stage, exchange.round)
-        yield from self.cohort.send_and_receive(part, messages.items(), {}, lambda reply: None, request, raw)
+        yield from self.cohort.send_and_receive(part, messages.items(), schema.hidden(raw), request)
         exchange.down, exchange.up = exchange.down + part.down, exchange.up + part.up
         exchange.dropped += part.dropped
         exchange.bad += part.bad
@@ -390,19 +381,18 @@ class SecureSums:
             else:
                 self.keys[reply.client] = key, reply.arrays[PROOFS].tobytes()
 
-    def _ask_for_shares(self, exchange: Exchange, ask: Ask, clients: Iterable[int]) -> Collector:
+    def _ask_for_shares(self, exchange: Exchange, ask: Ask, tag: str, clients: Iterable[int]) -> Collector:
         """Ask clients for a key of this exchange and the encrypted shares of their secrets."""
         ids = sorted(clients)
         least = self._enough(exchange, len(ids), len(ids))
-        collector = Collector(f"{self.cohort.request.run}/{exchange.kind}/{os.urandom(16).hex()}", ids, least)
+        collector = Collector(tag, ids, least)
         everybody = {IDS: _numbers(ids)} | {
             name: np.stack([_bytes(self.keys[c][i]) for c in ids]) for i, name in enumerate((KEYS, PROOFS))
         }
         raw = {
             KEYS: ("uint8", (KEY,)), DIGEST: ("uint8", (KEY,)), SHARES: ("uint8", (len(ids), SEALED))
         }  # fmt: skip
-        named: dict[str, Scalar] = {EXCHANGE: collector.tag}
-        for reply in ask("query.shares", {c: Payload(common=everybody, scalars=named) for c in ids}, raw):
+        for reply in ask("query.shares", {c: Payload(common=everybody) for c in ids}, raw):
             key, digest = reply.arrays[KEYS].tobytes(), reply.arrays[DIGEST].tobytes()
             if usable(key):
                 collector.offers[reply.client] = Offer(key, digest, reply.arrays[SHARES])
@@ -421,13 +411,12 @@ class SecureSums:
         ------
         RoundFailed : too few clients agree, or the shares do not open the sum.
         """
-        named: dict[str, Scalar] = {EXCHANGE: collector.tag}
         left = {IDS: _numbers(sorted(collector.summed))}
-        told = {c: Payload(common=left, scalars=named) for c in sorted(collector.summed)}
+        told = {c: Payload(common=left) for c in sorted(collector.summed)}
         form: Raw = {CODES: ("uint8", (len(told), KEY))}
         agreed = {r.client: r.arrays[CODES] for r in ask("query.agree", told, form)}
         self._enough(exchange, len(agreed), len(collector.ids))
-        codes = {c: Payload({CODES: collector.codes(c, agreed)}, left, named) for c in sorted(agreed)}
+        codes = {c: Payload({CODES: collector.codes(c, agreed)}, left) for c in sorted(agreed)}
         form = {SHARES: ("uint8", (len(collector.offers), SHARE))}
         shares = {r.client: r.arrays[SHARES] for r in ask("query.unmask", codes, form)}
         try:
@@ -502,8 +491,7 @@ class SecureSums:
     @staticmethod
     def _with_shares(payload: Payload, collector: Collector, client: int) -> Payload:
         others, sealed = collector.inbox(client)
-        arrays = {**payload.arrays, IDS: _numbers(others), SHARES: sealed}
-        return Payload(arrays, payload.common, {**payload.scalars, EXCHANGE: collector.tag})
+        return dataclasses.replace(payload, arrays={**payload.arrays, IDS: _numbers(others), SHARES: sealed})
 
 
 def _numbers(ids: Sequence[int]) -> Array:

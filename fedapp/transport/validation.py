@@ -1,15 +1,14 @@
-"""Validation of replies against the server's own model and the method."""
+"""Validation of replies against the schema of their kind and the settings of the run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from flwr.app import Message
 
 from fedapp import process
-from fedapp.method import ClientInfo, Method, Reply
-from fedapp.reduce.reader import Check
+from fedapp.method import ClientInfo, Reply
+from fedapp.reduce.reader import Check, Schema
 from fedapp.transport.boundary import FAILED, IMPOSSIBLE, LARGE, Contract, Refused
 from fedapp.transport.delivery import UNREADABLE
 from fedapp.transport.request import WITHOUT_DATA
@@ -25,18 +24,16 @@ WORKER_DIED = (
     "OutOfMemoryError",
 )
 """Ray's errors for a process that no longer exists."""
-Shapes = Mapping[str, tuple[int, ...]]
-Raw = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class Validation:
-    """Accepts or refuses replies. `method` is known once the clients have agreed.
+    """Makes the contracts of replies.
 
     Parameters
     ----------
     wire_dtype : `fp32`, or `fp16` if float32 arrays travel in half precision.
     max_abs : largest value in heads and in means of representations.
-    metrics : names of the numbers that a reply may hold besides the method's own; None = any.
+    numbers : names of the numbers that a reply may hold besides the method's own; None = any.
     scored : replies to `train` and `evaluate` hold at least one score.
     """
 
@@ -44,32 +41,28 @@ class Validation:
         self,
         wire_dtype: str = "fp32",
         max_abs: float = LARGE,
-        metrics: frozenset[str] | None = None,
+        numbers: frozenset[str] | None = None,
         scored: bool = False,
     ) -> None:
-        self.method: Method | None = None
-        self.wire_dtype, self.max_abs, self.metrics, self.scored = wire_dtype, max_abs, metrics, scored
+        self.wire_dtype, self.max_abs, self.numbers, self.scored = wire_dtype, max_abs, numbers, scored
 
-    def contract(self, kind: str, info: ClientInfo, tests: int, expected: Shapes, raw: Raw, width: int) -> Contract:
-        """Return the contract of a client's reply: the server's own model, and the further arrays of the method.
+    def contract(self, kind: str, info: ClientInfo, tests: int, schema: Schema, width: int) -> Contract:
+        """Return the contract of a client's reply.
 
         Parameters
         ----------
         tests : test samples that the client stated, -1 = not stated.
         width : of the representations; where methods ask for them, all clients have one width.
         """
-        method, asked, further = self.method, self.metrics, 0
-        allowed = (lambda name: kind != "evaluate" and method.allows(name)) if method else lambda name: True
-        known = (lambda name: True) if asked is None or method is None else asked.union(method.numbers).__contains__
-        if kind != "evaluate" and (method is None or method.extra_up):
-            # One matrix per class is the most that any method asks for; a query for features asks for all of them.
+        further = 0
+        if schema.further:  # one matrix per class is the most that any method asks for
             matrices = 4 * info.num_classes * width * (width + 1)
-            further = EXTRA_BYTES + matrices + 16 * sum(map(math.prod, expected.values()))
-            further += 8 * info.num_samples * (width + 1) if kind == "query.features" else 0
+            further = EXTRA_BYTES + matrices + 16 * sum(map(math.prod, schema.shapes.values()))
+            further += 8 * info.num_samples * (width + 1) if schema.sampled else 0
         return Contract(
-            info.client, kind, method.id if method else "the method", expected,
-            (lambda name: False) if raw else allowed, further, 0 if kind in WITHOUT_DATA else info.num_samples,
-            self.wire_dtype, tests, self.max_abs, known, self.scored and kind in ("train", "evaluate"), raw,
+            info.client, kind, schema, further, 0 if kind in WITHOUT_DATA else info.num_samples, self.wire_dtype, tests,
+            self.max_abs, self.numbers and self.numbers.union(schema.numbers),
+            self.scored and kind in ("train", "evaluate"),
         )  # fmt: skip
 
 

@@ -14,15 +14,13 @@ import numpy as np
 
 from fedapp.federation.hook import Hook
 from fedapp.federation.participants import Outcome, Progress
-from fedapp.method import Arrays, ServerState
+from fedapp.method import SECOND, Arrays, ServerState
 from fedapp.reduce.reader import Check
 from fedapp.transport.checkpoint import not_finite
 from fedapp.transport.traffic import RoundFailed
 
 BUFFERS = ("running_mean", "running_var")
 """Statistics of BatchNorm: they take the features' own units, so that their first values may be very large."""
-SMALL = "small/"
-"""Beginning of the names of a second model's arrays (FML, FedKD)."""
 
 
 class NormGuard(Hook):
@@ -72,7 +70,7 @@ def length(arrays: Mapping[str, Any], names: Collection[str]) -> float:
     """Return the L2 norm of one model: of the arrays in `names` or of a second model, without BatchNorm statistics."""
     total = 0.0
     for name, array in arrays.items():
-        known = name in names or (isinstance(name, str) and name.startswith(SMALL))
+        known = name in names or (isinstance(name, str) and name.startswith(SECOND))
         if known and isinstance(array, np.ndarray) and not name.endswith(BUFFERS):
             flat = array.reshape(-1)
             # In float64 where the square of a float32 would not be a number any more.
