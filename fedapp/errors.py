@@ -7,10 +7,10 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from pydantic import BaseModel, ValidationError
 
 H = TypeVar("H", bound="BaseModel")
 
@@ -170,10 +170,41 @@ def hyperparameters(
     try:
         return kind.model_validate(values)
     except ValidationError as e:
-        wrong = "; ".join(
-            f"{prefix}{'.'.join(map(str, x['loc'])) or owner} = {x['input']!r}: {x['msg']}" for x in e.errors()
-        )
+        wrong = "; ".join(f"{prefix}{of.place or owner} = {of.value!r}: {of.reason}" for of in faults(e))
         raise BadRequest(f"{key}: {wrong}. {takes}") from e
+
+
+class Fault(NamedTuple):
+    """A value that pydantic refuses: its place (names with dots between them), the value, and why, in plain words."""
+
+    place: str
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
+
+
+def faults(error: ValidationError) -> list[Fault]:
+    """Return the faults of values that pydantic refuses; there is at least one."""
+    words = {
+        "greater_than": "must be greater than {gt}",
+        "greater_than_equal": "must be at least {ge}",
+        "less_than": "must be less than {lt}",
+        "less_than_equal": "must be at most {le}",
+        "int_type": "must be a whole number",
+        "float_type": "must be a number",
+        "string_type": "must be text",
+        "bool_type": "must be true or false",
+        "literal_error": "must be {expected}",
+    }
+    return [
+        Fault(
+            ".".join(map(str, x["loc"])), x["input"],
+            words[x["type"]].format(**x.get("ctx", {})) if x["type"] in words else x["msg"],
+        )
+        for x in error.errors(include_url=False)
+    ]  # fmt: skip
 
 
 def fields_text(owner: str, kind: type[BaseModel], prefix: str = "") -> str:

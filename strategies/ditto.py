@@ -7,17 +7,12 @@ Algorithm 1, server:  w^{t+1} <- sum_{k in S_t} (n_k / sum_{j in S_t} n_j) w_k: 
 
 from __future__ import annotations
 
-from clients.ditto import DittoClient, DittoHParams
-from fedapp.method import Method
-from strategies.fedavg import FedAvg
+import dataclasses
 
-METHOD = Method(
-    id="ditto",
-    title="Ditto",
-    paper="Li et al., ICML 2021",
-    strategy=FedAvg,
-    client=DittoClient,
-    hparams=DittoHParams,
-    head="none",
-    global_model=True,
-)
+from clients.ditto import DittoClient, DittoHParams
+from strategies.fedavg import METHOD as FEDAVG
+
+METHOD = dataclasses.replace(
+    FEDAVG, id="ditto", title="Ditto", paper="Li et al., ICML 2021", client=DittoClient, hparams=DittoHParams,
+    deploy_as="trained",
+)  # fmt: skip

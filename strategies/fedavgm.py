@@ -18,16 +18,17 @@ variance below 0. With beta = 0, dampening 0 and eta = 1 it is FedAvg bit for bi
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from typing import ClassVar
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from clients.base import FedClient
-from fedapp.method import Array, Arrays, BaseHParams, Method, ServerContext, ServerState
+from fedapp.method import Array, Arrays, BaseHParams, ServerContext, ServerState
 from fedapp.reduce.spec import Reduced
 from strategies.base import Strategy
+from strategies.fedavg import METHOD as FEDAVG
 
 RUNNING_STATISTICS = (".running_mean", ".running_var")
 """How PyTorch names the floating-point buffers of its normalisation layers."""
@@ -107,14 +108,6 @@ class FedAvgM(ServerOptimizer):
         return mean + (gradient - p.server_lr * direction), {"velocity": v}
 
 
-METHOD = Method(
-    id="fedavgm",
-    title="FedAvgM",
-    paper="Hsu et al., 2019",
-    strategy=FedAvgM,
-    client=FedClient,
-    hparams=FedAvgMHParams,
-    head="none",
-    global_model=True,
-    deploy_as="received",
+METHOD = dataclasses.replace(
+    FEDAVG, id="fedavgm", title="FedAvgM", paper="Hsu et al., 2019", strategy=FedAvgM, hparams=FedAvgMHParams
 )

@@ -8,24 +8,18 @@ With `etf=false gamma=0` it is FedAvg bit for bit (tested).
 
 from __future__ import annotations
 
+import dataclasses
+
 from clients.fedetf import SCALE, FedETFClient, FedETFHParams
-from fedapp.method import ALL, Method
-from strategies.fedavg import FedAvg
+from fedapp.method import ALL
+from strategies.fedavg import METHOD as FEDAVG
 
 
 def _shared(hparams: FedETFHParams) -> tuple[str, ...]:
     return (*ALL, SCALE) if hparams.etf else ALL
 
 
-METHOD = Method(
-    id="fedetf",
-    title="FedETF",
-    paper="Li et al., ICCV 2023",
-    strategy=FedAvg,
-    client=FedETFClient,
-    hparams=FedETFHParams,
-    shared=_shared,
-    global_model=True,
-    linear=False,
-    travels="body, projection and scale, both ways",
-)
+METHOD = dataclasses.replace(
+    FEDAVG, id="fedetf", title="FedETF", paper="Li et al., ICCV 2023", client=FedETFClient, hparams=FedETFHParams,
+    shared=_shared, head="shape", deploy_as="trained", linear=False, travels="body, projection and scale, both ways",
+)  # fmt: skip

@@ -5,18 +5,11 @@ Reduces to FedAvg, bit for bit, where mu is 0 (tested).
 
 from __future__ import annotations
 
-from clients.fedprox import FedProxClient, FedProxHParams
-from fedapp.method import Method
-from strategies.fedavg import FedAvg
+import dataclasses
 
-METHOD = Method(
-    id="fedprox",
-    title="FedProx",
-    paper="Li et al., MLSys 2020",
-    strategy=FedAvg,
-    client=FedProxClient,
-    hparams=FedProxHParams,
-    head="none",
-    global_model=True,
-    deploy_as="received",
+from clients.fedprox import FedProxClient, FedProxHParams
+from strategies.fedavg import METHOD as FEDAVG
+
+METHOD = dataclasses.replace(
+    FEDAVG, id="fedprox", title="FedProx", paper="Li et al., MLSys 2020", client=FedProxClient, hparams=FedProxHParams
 )

@@ -7,11 +7,14 @@ Algorithm, server:  (theta, psi) <- sum_{m in S_t} (|D_m| / sum_{k in S_t} |D_k|
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from clients.fedrod import PERSONAL, FedRoDClient, FedRoDHParams
-from fedapp.method import Arrays, Method, ServerState
+from fedapp.method import Arrays, ServerState
 from strategies.base import Strategy
+from strategies.fedavg import METHOD as FEDAVG
 
 
 class FedRoD(Strategy):
@@ -26,14 +29,7 @@ class FedRoD(Strategy):
         return {**arrays, **empty}
 
 
-METHOD = Method(
-    id="fedrod",
-    title="FedRoD",
-    paper="Chen and Chao, ICLR 2022",
-    strategy=FedRoD,
-    client=FedRoDClient,
-    hparams=FedRoDHParams,
-    head="names",
-    global_model=True,
-    columns=("generic-loss", "personal-loss"),
-)
+METHOD = dataclasses.replace(
+    FEDAVG, id="fedrod", title="FedRoD", paper="Chen and Chao, ICLR 2022", strategy=FedRoD, client=FedRoDClient,
+    hparams=FedRoDHParams, head="names", deploy_as="trained", columns=("generic-loss", "personal-loss"),
+)  # fmt: skip

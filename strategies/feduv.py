@@ -8,18 +8,11 @@ Reduces to FedAvg, bit for bit, where lambda and mu are 0 (tested). The local st
 
 from __future__ import annotations
 
-from clients.feduv import FedUVClient, FedUVHParams
-from fedapp.method import Method
-from strategies.fedavg import FedAvg
+import dataclasses
 
-METHOD = Method(
-    id="feduv",
-    title="FedUV",
-    paper="Son et al., CVPR 2024",
-    strategy=FedAvg,
-    client=FedUVClient,
-    hparams=FedUVHParams,
-    head="none",
-    global_model=True,
-    deploy_as="received",
+from clients.feduv import FedUVClient, FedUVHParams
+from strategies.fedavg import METHOD as FEDAVG
+
+METHOD = dataclasses.replace(
+    FEDAVG, id="feduv", title="FedUV", paper="Son et al., CVPR 2024", client=FedUVClient, hparams=FedUVHParams
 )

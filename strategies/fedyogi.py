@@ -18,11 +18,13 @@ beta_1 and rate eta / (2 tau) (tested).
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from pydantic import Field
 
-from clients.base import FedClient
-from fedapp.method import Array, Arrays, BaseHParams, Method
+from fedapp.method import Array, Arrays, BaseHParams
+from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedavgm import ServerOptimizer
 
 
@@ -51,14 +53,6 @@ class FedYogi(ServerOptimizer):
         return w + p.server_lr * m / (np.sqrt(v) + p.tau), {"momentum": m, "variance": v}
 
 
-METHOD = Method(
-    id="fedyogi",
-    title="FedYogi",
-    paper="Reddi et al., ICLR 2021",
-    strategy=FedYogi,
-    client=FedClient,
-    hparams=FedYogiHParams,
-    head="none",
-    global_model=True,
-    deploy_as="received",
+METHOD = dataclasses.replace(
+    FEDAVG, id="fedyogi", title="FedYogi", paper="Reddi et al., ICLR 2021", strategy=FedYogi, hparams=FedYogiHParams
 )

@@ -7,18 +7,11 @@ Reduces to FedAvg, bit for bit, where mu is 0 (tested). The local step is in cli
 
 from __future__ import annotations
 
-from clients.moon import MoonClient, MoonHParams
-from fedapp.method import Method
-from strategies.fedavg import FedAvg
+import dataclasses
 
-METHOD = Method(
-    id="moon",
-    title="MOON",
-    paper="Li et al., CVPR 2021",
-    strategy=FedAvg,
-    client=MoonClient,
-    hparams=MoonHParams,
-    head="none",
-    global_model=True,
-    deploy_as="received",
+from clients.moon import MoonClient, MoonHParams
+from strategies.fedavg import METHOD as FEDAVG
+
+METHOD = dataclasses.replace(
+    FEDAVG, id="moon", title="MOON", paper="Li et al., CVPR 2021", client=MoonClient, hparams=MoonHParams
 )

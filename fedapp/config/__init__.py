@@ -30,7 +30,7 @@ from fedapp.config.checks import (
 )
 from fedapp.config.keys import DEFAULTS, FIELDS, GROUPS, KEYS, OTHER_NAMES, RunConfig
 from fedapp.data.datasets import published
-from fedapp.errors import BadRequest, named_values, suggest, suggest_choice
+from fedapp.errors import BadRequest, faults, named_values, suggest, suggest_choice
 from fedapp.learning.optimizers import check_optimizer, takes
 from fedapp.method import TrainDefaults
 from fedapp.models import IDENTITY, default_model, frozen
@@ -84,8 +84,8 @@ def validated(values: Mapping[str, Any]) -> RunConfig:
         try:
             groups[name] = settings.model_validate({key: values[key] for key in keys})
         except ValidationError as e:
-            for item in e.errors():
-                lines[str(item["loc"][0])].append(_plain(item))
+            for of in faults(e):
+                lines[of.place.partition(".")[0]].append(of.reason)
     if lines:
         wrong = {k: lines[k] for k in KEYS if k in lines}
         text = "; ".join(f"{k} = {shown(repr(values[k]))}: {' or '.join(dict.fromkeys(v))}" for k, v in wrong.items())
@@ -211,23 +211,6 @@ def shown(value: object) -> str:
     """Return a value as a message shows it; a long one, such as an array, is cut."""
     text = " ".join(str(value).split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def _plain(error: Any) -> str:
-    """Return a validation error of pydantic in plain words."""
-    kind, context = error["type"], error.get("ctx", {})
-    words = {
-        "greater_than": f"must be greater than {context.get('gt')}",
-        "greater_than_equal": f"must be at least {context.get('ge')}",
-        "less_than": f"must be less than {context.get('lt')}",
-        "less_than_equal": f"must be at most {context.get('le')}",
-        "int_type": "must be a whole number",
-        "float_type": "must be a number",
-        "string_type": "must be text",
-        "bool_type": "must be true or false",
-        "literal_error": f"must be {context.get('expected')}",
-    }
-    return words.get(kind, str(error["msg"]))
 
 
 def known_partition(partition: str, dataset: str) -> str:

@@ -24,7 +24,7 @@ from fedapp.data.columns import PARTS
 from fedapp.data.dataset import Dataset
 from fedapp.data.names import is_there
 from fedapp.data.partitions import TEST_FRACTION, ClientSplit, Partition, cut, of_clients
-from fedapp.errors import BadRequest, suggest_choice
+from fedapp.errors import BadRequest, faults, suggest_choice
 from fedapp.settings import DataSettings
 
 SPLITS = ("given", "holdout", "merged")
@@ -117,9 +117,7 @@ def from_file(dataset: Dataset, path: Path) -> Partition:
         text = path.read_text(encoding="utf-8-sig")
         found = _File.model_validate(json.loads(text)) if path.suffix == ".json" else _from_csv(path, text)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise BadRequest(f"partition-file {path}: {place}: {first['msg']}") from error
+        raise BadRequest(f"partition-file {path}: {faults(error)[0]}") from error
     except (OSError, ValueError) as error:
         raise BadRequest(f"partition-file {path} cannot be read ({error})") from error
     members = []

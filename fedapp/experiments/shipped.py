@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedapp import config
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, faults
 
 FOLDER = Path(__file__).parents[1] / "conf"
 Value: TypeAlias = bool | int | float | str
@@ -34,5 +34,4 @@ def read(path: Path, kind: type[_File]) -> _File:
     try:
         return kind.model_validate(config.read_toml(path))
     except ValidationError as e:
-        places = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in e.errors())
-        raise BadRequest(f"{path}: {places}") from e
+        raise BadRequest(f"{path}: {'; '.join(map(str, faults(e)))}") from e

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp.core import sums
 from fedapp.core.gaussian import pack, unpack
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, faults
 from fedapp.federation.hook import Setup
 from fedapp.learning.state import StateError, read_checked, write_safetensors
 from fedapp.method import Arrays, ServerState
@@ -87,8 +87,7 @@ def read(run: Setup) -> ServerState | None:
     try:
         kept = Kept.model_validate(header)
     except ValidationError as e:
-        first = e.errors()[0]
-        raise BadRequest(f"{told} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from e
+        raise BadRequest(f"{told} is damaged: {faults(e)[0]}") from e
     if fault := _fault(arrays, kept, *here["classes and features"]):
         raise BadRequest(f"{told} is damaged: {fault}: take a good copy of it")
     _check_sites(run, kept.sites, told, leave=hparams.leave)

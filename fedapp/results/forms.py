@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, create_model
 
+from fedapp.errors import faults
 from fedapp.lazy import pd
 
 
@@ -61,8 +62,7 @@ def wrong(form: Any, value: object) -> str:
     try:
         TypeAdapter(form).validate_python(value)
     except ValidationError as e:
-        first = e.errors(include_url=False)[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        return str(faults(e)[0])
     return ""
 
 

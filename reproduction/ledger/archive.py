@@ -33,7 +33,7 @@ from fedapp import __version__
 from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, faults
 from fedapp.experiments.shipped import Entry
 from fedapp.files import explained
 from fedapp.results.directory import write_text
@@ -316,7 +316,7 @@ def read(folder: Path) -> Archive:
                 else:
                     _take(found, path, common, Line.model_validate(value, strict=True))
             except (ValueError, RecursionError) as e:
-                reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else str(e)
+                reason = faults(e)[0].reason if isinstance(e, ValidationError) else str(e)
                 raise BadRequest(
                     f"{path}, line {number}: {reason}: restore the file, or delete it and run the study again"
                 ) from e
