@@ -6,14 +6,13 @@ import functools
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable
 
 from clients._checks import check_private
 from clients.base import FedClient
@@ -45,44 +44,40 @@ from fedapp.tasks import node as nodes
 from fedapp.tasks.node import Node
 from fedapp.transport import secure
 from fedapp.transport.identity import Identity
-from fedapp.transport.packing import pack, unpack
-from fedapp.transport.records import REQUEST, Part, Records, parts, payload_of, reply_records, sealed, together
+from fedapp.transport.packing import PACKED, pack, unpack
+from fedapp.transport.records import PARTS, REQUEST, Part, Records, parts, payload_of, reply_records, sealed, together
 from fedapp.transport.request import WITHOUT_DATA, RoundRequest
 from fedapp.transport.secure import SecureClient
 
 
-def packing(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Unpack the content of a message, and pack that of the reply as well if it was packed."""
-    packed = unpack(message.content)
-    reply = call_next(message, context)
-    if packed:
-        pack([reply])
-    return reply
-
-
-def allowed_imports(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def allowed_imports(context: Context) -> AbstractContextManager[None]:
     """On a real node: import no own code but what the node-config names."""
     node = context.node_config
     real = process.real_node() or node.keys() & {"client-id", "allow"}
-    with plugins.only(f"{node.get('allow', '')}, {node.get('model', '')}") if real else nullcontext():
-        return call_next(message, context)
+    return plugins.only(f"{node.get('allow', '')}, {node.get('model', '')}") if real else nullcontext()
 
 
 class App(ClientApp):
     """Answers every kind of query, so that no method must be imported to know which kinds there are."""
 
     def __init__(self) -> None:
-        super().__init__(mods=[packing, allowed_imports])
+        super().__init__()
         # Of this object, not of the class: Ray makes a new one of it for each message, in a process that goes on.
         self.kinds: set[str] = set()
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Execute a message."""
+        """Execute a message; a packed one has a packed reply."""
+        if packed := PACKED in message.content.array_records:
+            unpack(message.content)
         category, _, kind = message.metadata.message_type.partition(".")
         if category == "query" and kind.isidentifier() and kind != "register" and kind not in self.kinds:
             self.kinds.add(kind)
             self.query(kind)(functools.partial(handle, f"query.{kind}"))
-        return super().__call__(message, context)
+        with allowed_imports(context):
+            reply = super().__call__(message, context)
+        if packed:
+            pack([reply])
+        return reply
 
 
 app = App()
@@ -272,7 +267,7 @@ class Handlers:
         _remember(self.context, client, request.round)
         if self.config.storage.lost_state == "restart":
             numbers["restarted"] = int("state-lost" in facts)
-        self.keep("trained", request, request.round, payload)
+        self.keep("trained", request, request.round, payload.scalars)
         return Outcome(arrays, numbers, facts)
 
     def evaluate(self, request: RoundRequest, payload: Payload) -> Outcome:
@@ -285,16 +280,16 @@ class Handlers:
         without = train or request.received_only
         numbers = client.evaluate_round(payload, server_round, balanced=balanced, train=without)
         if payload.all():
-            self.keep("received", request, server_round - 1, payload)
+            self.keep("received", request, server_round - 1, payload.scalars)
         if request.final and request.tune and client.tunes():
             tuned = _tuned(client, "tuned", balanced)
             if tuned:
-                self.keep("tuned", request, server_round - 1, payload)
+                self.keep("tuned", request, server_round - 1, payload.scalars)
             numbers |= tuned
         if train:
             numbers |= client.train_to_score(payload, balanced=balanced)
             if request.final:
-                self.keep("trained", request, server_round, payload)
+                self.keep("trained", request, server_round, payload.scalars)
         return Outcome({}, numbers)
 
     def query(self, kind: str, request: RoundRequest, payload: Payload) -> Outcome:
@@ -307,7 +302,7 @@ class Handlers:
         sums = feature_sums(self.client.task.x_train.cpu().numpy())
         return Outcome(prefixed(SCALING, sums))
 
-    def keep(self, protocol: str, request: RoundRequest, rounds: int, payload: Payload) -> None:
+    def keep(self, protocol: str, request: RoundRequest, rounds: int, scalars: Mapping[str, Scalar]) -> None:
         """Keep the model of a score for use after the run: on a real node always, in a simulation at the end."""
         client, folder = self.client, None
         if process.real_node():
@@ -316,7 +311,7 @@ class Handlers:
             folder = Path(request.models_dir) / str(client.task.client)
         if folder is not None:
             path = folder / predict.FILES[protocol]
-            predict.keep(path, client, protocol, self.config, rounds, payload.scalars)
+            predict.keep(path, client, protocol, self.config, rounds, scalars)
 
 
 def _tuned(client: FedClient, protocol: str, balanced: bool) -> dict[str, Any]:
@@ -357,10 +352,9 @@ def _remember(context: Context, client: FedClient, server_round: int) -> None:
 def handle(stage: str, message: Message, context: Context) -> Message:
     """Run one stage of each client of a message. Errors become replies, which name client, stage and reason."""
     read = functools.cache(lambda: configuration.from_context(context.run_config))  # once for all clients of a message
-    several = {} if process.real_node() else parts(message.content)
-    if not several:
+    if process.real_node() or PARTS not in message.content.config_records:
         return Message(sealed(_reply(stage, message, context, read)), reply_to=message)
-    replies = {client: _reply(stage, part, context, read) for client, part in several.items()}
+    replies = {client: _reply(stage, part, context, read) for client, part in parts(message.content).items()}
     return Message(together(replies), reply_to=message)
 
 

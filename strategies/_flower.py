@@ -135,7 +135,7 @@ class FlowerStrategy(FedAvg):
     def schema(self, state: ServerState, kind: str) -> Schema:
         """Return the possible replies to `kind`: the form follows from the declarations; then the method checks it."""
         schema = self.reader.schema(kind, state)
-        if kind == f"query.{KIND}":
+        if kind == f"query.{KIND}" or type(self.maths).check is Maths.check:
             return schema
         return dataclasses.replace(schema, check=lambda reply: schema.check(reply) or self.maths.check(state, reply))
 

@@ -790,7 +790,7 @@ def test_the_limits_of_values_follow_from_the_declaration(method: str, kind: str
     most, beyond = (largest, 2 * largest) if math.isfinite(largest) else (1e30, math.inf)
     for value, good in ((most, True), (-most, most == largest), (beyond, False), (math.nan, False)):
         contract = dataclasses.replace(CONTRACT, schema=schema)
-        problem = boundary._values_problem({name: np.array([0.0, value])}, contract)
+        problem = boundary._value_problem(name, np.array([0.0, value]), contract)
         assert (problem is None) == good, problem
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array as FlowerArray
-from flwr.app import Error, Message
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from fedapp.client_app import packing
+from fedapp.client_app import App
 from fedapp.method import Payload
 from fedapp.transport.local_grid import _identify
 from fedapp.transport.packing import ALIGNED, OWN, PACKED, SHARED, apart, pack, unpack
@@ -95,17 +96,18 @@ def test_a_message_without_arrays_is_marked_and_an_error_stays_one() -> None:
     assert not empty.content.array_records and empty.content.config_records[REQUEST]["round"] == 3
 
 
-def test_a_node_answers_in_the_form_in_which_it_was_asked() -> None:
-    seen = []
+def test_a_node_answers_in_the_form_in_which_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[str]] = []
 
-    def answer(message: Message, context: Any) -> Message:
+    def answer(app: App, message: Message, context: Any) -> Message:
         seen.append(set(message.content.array_records))
         return Message(message.content, reply_to=message)
 
-    [plain], [sent] = messages({}), messages({})
+    monkeypatch.setattr(ClientApp, "__call__", answer)
+    [plain], [sent], node = messages({}), messages({}), Context(1, 1, {}, RecordDict(), {})
     pack([sent])
     for message, form in ((plain, "arrays"), (sent, PACKED)):
-        assert set(packing(message, None, answer).content.array_records) == {form}  # type: ignore[arg-type]
+        assert set(App()(message, node).content.array_records) == {form}
     assert seen == [{"arrays"}, {"arrays"}]
 
 

@@ -12,7 +12,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Message
 
 from fedapp.errors import Impossible
-from fedapp.method import LARGEST, Arrays, ClientInfo, Size, is_one_of
+from fedapp.method import LARGEST, Array, Arrays, ClientInfo, Size, is_one_of
 from fedapp.reduce.reader import Schema
 from fedapp.transport.delivery import TEXT_MOST
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, Part, reply_of
@@ -134,38 +134,35 @@ class Refused:
 def read(message: Message | Part, contract: Contract) -> Good | Refused:
     """Return a client's reply, or why it does not count. Whatever was sent, nothing is raised."""
     try:
-        return _read(message, contract)
+        content = message.content
+        info = dict(content.config_records.get(INFO, {}))
+        if "error" in info:
+            if not isinstance(info["error"], str) or info.get("stage", contract.kind) != contract.kind:
+                return Refused("it says that it failed, but not in words, or in a stage that it was not asked for")
+            return Refused(info["error"], FAILED)
+        record: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, {})
+        stated: Mapping[str, Any] = dict(content.metric_records.get(METRICS, {}))
+        impossible = (
+            _records_problem(content.array_records, content.metric_records, content.config_records)
+            or _info_problem(info, contract)
+            or _names_problem({name: len(array.data) for name, array in record.items()}, contract)
+            or next(filter(None, (_array_problem(name, array, contract) for name, array in record.items())), None)
+            or _cast_problem(info, {name: array.dtype for name, array in record.items()}, contract)
+            or _metrics_problem(stated, contract)
+        )
+        if impossible:
+            return Refused(impossible)
+        if info.get("client", contract.client) != contract.client:
+            return Refused(f"the node now answers as client {info['client']!s}", ANOTHER)
+        arrays, metrics, info, size = reply_of(message)
+        bad = (_value_problem(name, array, contract) for name, array in arrays.items())
+        if problem := next(filter(None, bad), None) or _numbers_problem(metrics, contract):
+            return Refused(problem, BAD)
+        # The loss of a model that diverged may pass the largest number: it counts as not measured.
+        metrics = {n: math.nan if isinstance(v, float) and math.isinf(v) else v for n, v in metrics.items()}
+        return Good(arrays, metrics, info, size)
     except Exception as e:  # the last resort: what no rule above foresaw must not end the run, nor block a client
         return Refused(f"the reply cannot be read: {type(e).__name__}: {str(e)[:TEXT_MOST]}", BAD)
-
-
-def _read(message: Message | Part, contract: Contract) -> Good | Refused:
-    content = message.content
-    info = dict(content.config_records.get(INFO, {}))
-    if "error" in info:
-        if not isinstance(info["error"], str) or info.get("stage", contract.kind) != contract.kind:
-            return Refused("it says that it failed, but not in words, or in a stage that it was not asked for")
-        return Refused(info["error"], FAILED)
-    record: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, {})
-    stated: Mapping[str, Any] = dict(content.metric_records.get(METRICS, {}))
-    impossible = (
-        _records_problem(content)
-        or _info_problem(info, contract)
-        or _arrays_problem(record, contract)
-        or _cast_problem(info, record, contract)
-        or _metrics_problem(stated, contract)
-    )
-    if impossible:
-        return Refused(impossible)
-    if info.get("client", contract.client) != contract.client:
-        return Refused(f"the node now answers as client {info['client']!s}", ANOTHER)
-    arrays, metrics, info, size = reply_of(message)
-    bad = _values_problem(arrays, contract) or _numbers_problem(metrics, contract)
-    if bad:
-        return Refused(bad, BAD)
-    # The loss of a model that diverged may pass the largest number: it counts as not measured.
-    metrics = {n: math.nan if isinstance(v, float) and math.isinf(v) else v for n, v in metrics.items()}
-    return Good(arrays, metrics, info, size)
 
 
 def decoded_problem(arrays: Arrays, contract: Contract) -> str | None:
@@ -173,8 +170,9 @@ def decoded_problem(arrays: Arrays, contract: Contract) -> str | None:
     if not HELLO["num-examples"][0] <= contract.count <= COUNT_MOST:
         return f"num-examples is {contract.count}, a whole number from 1 to {COUNT_MOST} is needed"
     types = (_type_problem(name, str(a.dtype), a.shape, contract) for name, a in arrays.items())
+    values = (_value_problem(name, a, contract) for name, a in arrays.items())
     sizes = {name: a.nbytes for name, a in arrays.items()}
-    return _names_problem(sizes, contract) or next(filter(None, types), None) or _values_problem(arrays, contract)
+    return _names_problem(sizes, contract) or next(filter(None, (*types, *values)), None)
 
 
 def grade(problem: str) -> str:
@@ -197,7 +195,7 @@ def _read_registration(message: Message) -> Registration | Refused:
     if "error" in info:
         client = info.get("client", -1)
         return Refused(str(info["error"]), FAILED, client if type(client) is int and client >= 0 else -1)
-    if problem := _records_problem(content):
+    if problem := _records_problem(content.array_records, content.metric_records, content.config_records):
         return Refused(problem)
     if content.array_records.get(ARRAYS, ArrayRecord()) or len(info) > INFO_MOST:
         return Refused("it sends more than facts about itself")
@@ -236,13 +234,10 @@ def _is_shape(sides: Any) -> bool:
     return math.prod(sides) < 2**40
 
 
-def _records_problem(content: Any) -> str | None:
-    found = (
-        (set(content.array_records), {ARRAYS}),
-        (set(content.metric_records), {METRICS}),
-        (set(content.config_records), {INFO}),
-    )
-    extra = [str(name)[:NAME_MOST] for names, known in found for name in names - known]
+def _records_problem(*names: Iterable[str]) -> str | None:
+    """Return the fault of the names of records of arrays, metrics and facts."""
+    found = zip(names, (ARRAYS, METRICS, INFO), strict=True)
+    extra = [str(name)[:NAME_MOST] for of, known in found for name in of if name != known]
     return f"it holds a record '{extra[0]}' that was not asked for" if extra else None
 
 
@@ -260,13 +255,6 @@ def _info_problem(info: Mapping[str, Any], contract: Contract) -> str | None:
     if type(client) is not int or not HELLO["client"][0] <= client <= HELLO["client"][1]:
         return f"the node now answers as client {str(client)[:NAME_MOST]}"
     return None
-
-
-def _arrays_problem(record: Mapping[str, FlowerArray], contract: Contract) -> str | None:
-    """Return the fault of arrays as they were sent; nothing is decoded but their headers."""
-    sizes = {name: len(array.data) for name, array in record.items()}
-    problems = (_array_problem(name, array, contract) for name, array in record.items())
-    return _names_problem(sizes, contract) or next(filter(None, problems), None)
 
 
 def _names_problem(sizes: Mapping[str, int], contract: Contract) -> str | None:
@@ -289,6 +277,7 @@ def _names_problem(sizes: Mapping[str, int], contract: Contract) -> str | None:
 
 
 def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | None:
+    """Return the fault of an array as it was sent; nothing is decoded but its header."""
     shape = tuple(array.shape)
     if not all(type(side) is int and 0 <= side < 2**31 for side in shape) or len(shape) > 8:
         return f"'{name}' has shape {str(shape)[:NAME_MOST]}, which no array has"
@@ -329,32 +318,33 @@ def _type_problem(name: str, dtype: str, shape: tuple[int, ...], contract: Contr
     return None
 
 
-def _cast_problem(info: Mapping[str, Any], record: Mapping[str, FlowerArray], contract: Contract) -> str | None:
+def _cast_problem(info: Mapping[str, Any], dtypes: Mapping[str, str], contract: Contract) -> str | None:
     """Return the fault of the note of narrowed arrays: it follows from the server's setting."""
-    narrowed = {n: "float32" for n, a in record.items() if a.dtype == "float16" and contract.wire_dtype == "fp16"}
+    narrowed = {n: "float32" for n, of in dtypes.items() if of == "float16" and contract.wire_dtype == "fp16"}
     stated = info.get(CAST, "{}")
     return None if stated == json.dumps(narrowed) else "it names other dtypes than its arrays were narrowed from"
 
 
-def _values_problem(arrays: Arrays, contract: Contract) -> str | None:
-    for name, array in arrays.items():
-        if not array.size or name in contract.schema.raw:
-            continue
-        low, high = array.min(), array.max()
-        if not (np.isfinite(low) and np.isfinite(high)):
-            return f"'{name}' contains NaN or infinity"
-        limit: float = COUNT_MOST
-        # A variance below 0 would make the others' scores NaN. Those of updates may fall.
-        least = 0.0 if name in contract.schema.shapes and name.endswith("running_var") else -math.inf
-        if np.issubdtype(array.dtype, np.floating):
-            # A BatchNorm layer on features in their own units holds the squares of those.
-            limit = LARGEST**2 if name.endswith("running_var") else LARGEST
-            if size := next((s for begin, s in contract.schema.sizes.items() if name.startswith(begin)), None):
-                least = 0.0 if size == "losses" else least
-                limit = LIMITS[size](contract.count, contract.max_abs)
-        least = max(least, -limit)
-        if not (least <= low and high <= limit):
-            return f"'{name}' holds values from {low:g} to {high:g}, possible are {least:g} to {limit:g}"
+def _value_problem(name: str, array: Array, contract: Contract) -> str | None:
+    """Return the fault of the numbers of an array."""
+    schema = contract.schema
+    if not array.size or name in schema.raw:
+        return None
+    low, high = array.min(), array.max()
+    if not (np.isfinite(low) and np.isfinite(high)):
+        return f"'{name}' contains NaN or infinity"
+    # A variance below 0 would make the others' scores NaN. Those of updates may fall.
+    least = 0.0 if name in schema.shapes and name.endswith("running_var") else -math.inf
+    limit: float = COUNT_MOST
+    if np.issubdtype(array.dtype, np.floating):
+        # A BatchNorm layer on features in their own units holds the squares of those.
+        limit = LARGEST**2 if name.endswith("running_var") else LARGEST
+        if size := next((s for begin, s in schema.sizes.items() if name.startswith(begin)), None):
+            least = 0.0 if size == "losses" else least
+            limit = LIMITS[size](contract.count, contract.max_abs)
+    least = max(least, -limit)
+    if not (least <= low and high <= limit):
+        return f"'{name}' holds values from {low:g} to {high:g}, possible are {least:g} to {limit:g}"
     return None
 
 

@@ -55,7 +55,7 @@ from fedapp.transport.offences import Blocked, Dropped, Offences
 from fedapp.transport.records import Encoder, Part, parts, sealed, together
 from fedapp.transport.request import RoundRequest
 from fedapp.transport.traffic import Exchange, RoundFailed, needed_replies
-from fedapp.transport.validation import Validation, failure, last_line, problem_of
+from fedapp.transport.validation import Validation, failure, last_line
 
 POLL = (0.02, 0.1)
 """Shortest and longest time in seconds between two checks for replies."""
@@ -316,19 +316,20 @@ class Cohort(ABC):
             content = together(records) if len(batch) > 1 else sealed(records[batch[0]])
             return self._message(content, batch, kind, exchange.round, most)
 
-        def arriving() -> Iterator[tuple[int, Reply | None]]:
-            arrivals = itertools.count()
-            for batch, answer in self._answers(kind, batches, message, limit, at_once, most):
-                several = {} if len(batch) == 1 or answer.has_error() else parts(answer.content)
-                for c in batch:
-                    yield c, self._checked(several.get(c, answer), contracts[c], exchange, next(arrivals))
+        arrivals = itertools.count()
+        arriving = (
+            (c, self._checked(several.get(c, answer), contracts[c], exchange, next(arrivals)))
+            for batch, answer in self._answers(kind, batches, message, limit, at_once, most)
+            for several in [{} if len(batch) == 1 or answer.has_error() else parts(answer.content)]
+            for c in batch
+        )
 
         def unanswered(client: int) -> None:
             waited = time.perf_counter() - started
             seconds = limit if 0 < limit <= waited else round(waited)
             self._drop(exchange, client, f"no answer within {seconds:g} s")
 
-        yield from in_order(ids, arriving(), unanswered)
+        yield from in_order(ids, arriving, unanswered)
         exchange.metrics = dict(sorted(exchange.metrics.items()))
         for offence in self.offences.judge(exchange.bad[before:], groups, exchange.metrics if kind == "train" else ()):
             self._block(offence, "values out of range too often: ")
@@ -348,7 +349,10 @@ class Cohort(ABC):
         if isinstance(got, Good):
             count = int(got.metrics["num-examples"])
             reply = Reply(client, count, got.arrays, got.metrics, got.size, contract.kind, arrival)
-            problem = self.ledger.problem(client, got.info) or problem_of(reply, contract.schema.check)
+            try:
+                problem = self.ledger.problem(client, got.info) or contract.schema.check(reply)
+            except Exception as e:  # a method's own check is no boundary
+                problem = f"the reply cannot be read: {type(e).__name__}: {e}"
             if not problem:
                 self.ledger.note(client, got.info, got.metrics)
                 exchange.metrics[client] = {**got.metrics, "bytes-up": got.size}

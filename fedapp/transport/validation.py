@@ -7,8 +7,8 @@ import math
 from flwr.app import Message
 
 from fedapp import process
-from fedapp.method import ClientInfo, Reply
-from fedapp.reduce.reader import Check, Schema
+from fedapp.method import ClientInfo
+from fedapp.reduce.reader import Schema
 from fedapp.transport.boundary import FAILED, IMPOSSIBLE, LARGE, Contract, Refused
 from fedapp.transport.delivery import UNREADABLE
 from fedapp.transport.request import WITHOUT_DATA
@@ -64,14 +64,6 @@ class Validation:
             self.max_abs, self.numbers and self.numbers.union(schema.numbers),
             self.scored and kind in ("train", "evaluate"),
         )  # fmt: skip
-
-
-def problem_of(reply: Reply, check: Check) -> str | None:
-    """Return why a method's own check refuses a reply, or None. What it did not foresee is a problem too."""
-    try:
-        return check(reply)
-    except Exception as e:  # a method's own check is no boundary
-        return f"the reply cannot be read: {type(e).__name__}: {e}"
 
 
 def failure(message: Message) -> Refused:
