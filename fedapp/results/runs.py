@@ -579,7 +579,7 @@ def tells_of(run: RunResult, column: str, value: Any) -> bool:
 
 def _searched(path: Path) -> dict[Path, str]:
     """Return the method that each point of a search stands for, empty for those not chosen, by folder without seed."""
-    table = read_table(path / GRID).fillna({"setting": ""})
+    table = read_table(path / GRID).astype(object).fillna({"setting": ""})
     lacking = {"setting", "variant", "method", "chosen"} - set(table) if len(table) else ()
     refuse(path / GRID, f"no column {', '.join(sorted(lacking))}" if lacking else "")
     return {
