@@ -42,7 +42,7 @@ def test_each_question_has_a_sentence(four: Path) -> None:
     )
     assert "Worse than training alone: FedAvg by 20.0 points" in difference and "Not decided: LG-FedAvg." in difference
     assert harm.startswith("FedClassAvg helps") and "harms 0; by chance (training alone, run again) 0 and 0." in harm
-    assert "Most are harmed by FedAvg: 20." in harm
+    assert "FedAvg harms the most clients: 20." in harm
     assert tenth.startswith("Worst 10 % of the clients, against that of training alone: FedClassAvg +4.7 (")
     assert classes == "Highest on all classes: FedClassAvg, 42.3 % (training alone 40.0 %)."
     assert cost == "A client of FedClassAvg sends 2,600 B a round. Exchanged: the head, both ways."
@@ -116,6 +116,25 @@ def test_the_screen_answers_three_questions_whatever_the_methods_are_called(
     assert sum(line.startswith(leader) for line in shown) >= 2, "a sentence and a row of the table"
 
 
+def test_two_rows_of_one_method_keep_their_settings(tmp_path: Path) -> None:
+    comparison(tmp_path, {"local": [0.8] * 3, "fedclassavg": [0.84] * 3, "fedprox": [0.7] * 3}, clients=20)
+    for name in ("results.csv", "significance.csv"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        (tmp_path / name).write_text(text.replace("fedprox", "fedclassavg(tau=1)"), encoding="utf-8")
+    shortest = answered(tmp_path).sentences(2)
+    assert "FedClassAvg (tau=1) harms the most clients: 20." in shortest["harm"]
+    assert "Worse than training alone: FedClassAvg (tau=1)" in shortest["difference"]
+
+
+def test_a_delivered_model_that_is_better_after_local_training_is_named(tmp_path: Path) -> None:
+    comparison(tmp_path, {"local": [0.8] * 3, "fedavg": [0.84] * 3}, clients=20)
+    assert "as delivered; others after local training" in screen(Comparison(tmp_path, ()))
+    table = pd.read_csv(tmp_path / "significance.csv")
+    table.loc[table["measure"] == "headline", "word"] = "worse"
+    table.to_csv(tmp_path / "significance.csv", index=False)
+    assert "* as delivered; after local training FedAvg has 84.0, +4.0 (+" in screen(Comparison(tmp_path, ()))
+
+
 def test_a_difference_within_the_margin_is_said_to_be(tmp_path: Path) -> None:
     scores = {"local": [0.8] * 3, "fedavg": [0.804, 0.8045, 0.8055], "lgfedavg": [0.796, 0.7955, 0.7945]}
     comparison(tmp_path, {**scores, "fedclassavg": [0.8] * 3}, clients=30, rows=1000)
@@ -126,7 +145,7 @@ def test_a_difference_within_the_margin_is_said_to_be(tmp_path: Path) -> None:
 def test_seeds_that_agree_have_an_interval_with_two_ends(tmp_path: Path) -> None:
     comparison(tmp_path, {"local": [0.8] * 3, "fedavg": [0.85] * 3, "lgfedavg": [0.8] * 3}, clients=30, rows=1000)
     shown = " ".join(screen(Comparison(tmp_path, ())).split())
-    assert "FedAvg by 5.0 points (+4.997 to +5.003). Equal to training alone within 1.0 points: " in shown
+    assert "FedAvg by 5.0 points (+4.997 to +5.003). Equal to training alone within 1.0 points (90 %" in shown
     assert "LG-FedAvg 80.0 +0.0 -0.003 to +0.003 0/30/0" in shown
     whole = " ".join(screen(Comparison(tmp_path, ()), everything=True).split())
     assert "FedAvg +5.0 (+4.997 to +5.003), better by more than the margin of 1.0." in whole
@@ -167,7 +186,23 @@ def test_no_number_is_cut_and_no_word_broken(width: int, four: Path, monkeypatch
     assert max(len(line) for line in shown.splitlines() if str(four) not in line) <= width
     monkeypatch.setenv("COLUMNS", "500")
     whole = set(screen(Comparison(four, ()), everything=True).split())
-    said = {"…", "more", "alert", "alerts", "details", "show", "--all", "fedapp", "shows", "them", "1", "2", "3", "1."}
+    said = {
+        "…",
+        "more",
+        "alert",
+        "alerts",
+        "details",
+        "show",
+        "--all",
+        "fedapp",
+        "shows",
+        "them",
+        "1",
+        "2",
+        "3",
+        "1.",
+        "more:",
+    }
     assert set(shown.split()) <= whole | said
 
 

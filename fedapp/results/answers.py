@@ -100,6 +100,19 @@ class Answer:
         judged = self.finished.groupby("variant")["headline"].unique()
         return {v for v in self.methods if list(judged[v]) == ["received"]}
 
+    def after_training(self) -> str:
+        """Say what scores of delivered models are, and which of these methods is better after local training."""
+        tests = self.tests.get("trained_accuracy", {})
+        words = {v: [str((self.test(v, m) or {"word": ""})["word"]) for m in ("headline", "trained_accuracy")]
+                 for v in self.delivered}  # fmt: skip
+        better = [v for v, (now, then) in words.items() if then.startswith("better") > now.startswith("better")]
+        most = max(better, key=lambda v: float(tests[v]["mean_difference"]), default="")
+        if not most:
+            return "as delivered; others after local training or fine-tuning"
+        gain = f"{intervals.points(tests[most]['mean_difference'])} ({intervals.interval_text(tests[most])})"
+        trained = percent(self.mean(most, "trained_last"))
+        return f"as delivered; after local training {self.name(most)} has {trained}, {gain}"
+
     @property
     def seeds(self) -> int:
         """The most seeds of a method that is compared with the reference; one that lost some has no interval alone."""
@@ -151,8 +164,10 @@ class Answer:
         return {question: sentence for question, sentence in found.items() if sentence}
 
     def _short(self, label: str, shorter: int) -> str:
-        """Return the name of a method, in the shortest sentences without the values of its variant."""
-        return self.name(label).partition(" (")[0] if shorter > 1 else self.name(label)
+        """Return the name of a method, in the shortest sentences without the values of its variant if one has it."""
+        name = self.name(label)
+        short, others = name.partition(" (")[0], [self.name(v) for v in self.called if v != label]
+        return short if shorter > 1 and short not in {other.partition(" (")[0] for other in others} else name
 
     def _difference(self, shorter: int) -> str:
         highest = self._highest("headline_last", "mean on own test data", shorter)
@@ -170,7 +185,7 @@ class Answer:
         margin = f"{intervals.size_of(rows[0][1]['margin'])} points" if rows else ""
         heads = {
             "better": f"Better than {reference}", "worse": f"Worse than {reference}",
-            "equal": f"Equal to {reference} within {margin}", "open": "Not decided",
+            "equal": f"Equal to {reference} within {margin} (90 % intervals)", "open": "Not decided",
         }  # fmt: skip
         sides = [side for side in heads if side in groups]
         most = {side: 0 if shorter > 1 and side != sides[0] else 2 - min(shorter, 1) for side in sides}
@@ -206,7 +221,7 @@ class Answer:
             text += f"; by chance (training alone, run again) {' and '.join(by_chance)}"
         losing = {v: mean for v in self.methods if not math.isnan(mean := self.harm(v)[2])}
         most = max(losing, key=lambda v: losing[v])
-        more = f" Most are harmed by {self._short(most, shorter)}: {tally([[losing[most]]])}."
+        more = f" {self._short(most, shorter)} harms the most clients: {tally([[losing[most]]])}."
         more *= losing[most] > lose
         return f"{text}.{more}"
 
@@ -291,9 +306,9 @@ def payload_of(label: str) -> str:
 
 
 def _listed(names: Sequence[str], most: int = 2) -> str:
-    if len(names) <= most:
+    if len(names) <= max(most, 1):
         return " and ".join(names)
-    return f"{', '.join(names[:most])} and {len(names) - most} more" if most else f"{len(names)}"
+    return f"{', '.join(names[:most])} and {len(names) - most} more" if most else counted(len(names), "method")
 
 
 def answers_of(comparison: Comparison) -> list[Answer]:
@@ -421,7 +436,7 @@ def _table(answer: Answer, width: int, lines: int | None) -> list[str]:
         return []
     majority = percent(answer.finished["majority"].mean())
     fixed.append([GUESS, majority, *[""] * (len([*rows, *fixed][0]) - 2)])
-    note = ["* as delivered; others after local training or fine-tuning"] if answer.delivered else []
+    note = _wrap(f"* {answer.after_training()}", width, subsequent_indent="  ") if answer.delivered else []
     heads = heads_of(answer)
     # A number is never cut: columns that a narrow terminal has no room for are left out, the last ones first.
     widths = [

@@ -13,6 +13,7 @@ from fedapp.lazy import pd
 from fedapp.registry import title_of
 from fedapp.results import intervals
 from fedapp.results.answers import AGAIN_TITLE, HARM, Answer, answers_of, setting_title
+from fedapp.results.intervals import points
 from fedapp.results.runs import HARM_TEXT, ONE_SCORE, PAIRED, TUNED_PAIRS, UNADJUSTED, Comparison, RunResult
 from fedapp.results.statistics import DASH, over, spread, tally, until
 from fedapp.results.terminal import Screen, print_fitting
@@ -96,19 +97,31 @@ def _spread(rows: pd.DataFrame, column: str, **how: Any) -> str:
     return DASH if alone and column.startswith("received") else spread(rows[column], **how)
 
 
+def _until(rows: pd.DataFrame, column: str, *how: Any) -> str:
+    return until(rows[column], *how) if rows["trained_target"].notna().any() else DASH  # a repeat has no target
+
+
 def _privacy(rows: pd.DataFrame) -> str:
     return str(rows.sort_values("privacy_epsilon")["privacy"].iloc[-1])  # the largest; unknown ones come last
 
 
-def _named_clients(runs: Sequence[RunResult]) -> pd.DataFrame:
-    """Return the headline score of each client that has a name of its own, by method; empty for many clients."""
-    scores: dict[str, list[pd.Series]] = {}
+def _named_clients(runs: Sequence[RunResult], reference: str) -> pd.DataFrame:
+    """Return the headline score of each client that has a name of its own, by method; empty for many clients.
+
+    Behind it stand the mean difference to training alone, in points, and the seeds in which it is positive.
+    """
+    scores: dict[str, dict[int, pd.Series]] = {}
     for run in runs:
         counts = run.headline_counts()
         if run.names and len(counts) <= MOST_NAMED:
             counts = counts.rename(index=dict(enumerate(run.names)))
-            scores.setdefault(run.label, []).append(counts["correct"] / counts["total"])
-    by_name = {v: pd.concat(found).groupby(level=0, sort=False).agg(spread) for v, found in scores.items()}
+            scores.setdefault(run.label, {})[run.seed] = counts["correct"] / counts["total"]
+    by_name = {v: pd.DataFrame(found).agg(spread, axis=1) for v, found in scores.items()}
+    alone = pd.DataFrame(scores.get(reference, {}))
+    for label in scores.keys() - {reference}:
+        apart = (pd.DataFrame(scores[label]) - alone).dropna(axis=1, how="all")
+        if len(apart.columns):
+            by_name[label] += apart.apply(lambda found: f"; {points(found.mean())} ({(found > 0).sum()})", axis=1)
     return pd.DataFrame(by_name).fillna(DASH).T
 
 
@@ -148,8 +161,8 @@ def tables_of(answer: Answer, runs: Sequence[RunResult]) -> Iterator[tuple[str, 
                     else {}
                 ),
                 **({"gain / same / lose": lambda rows: tally(rows[[*HARM]].to_numpy())} if alone else {}),
-                f"completed rounds to {goal}": lambda rows: until(rows["trained_target_rounds"]),
-                "MB to it, all clients": lambda rows: until(rows["trained_target_bytes"], 1e-6, 2),
+                f"rounds until trained {goal}": lambda rows: _until(rows, "trained_target_rounds"),
+                "MB to it, all clients": lambda rows: _until(rows, "trained_target_bytes", 1e-6, 2),
                 "bytes up": lambda rows: f"{rows['bytes_up'].mean():,.0f}",
                 "bytes down": lambda rows: f"{rows['bytes_down'].mean():,.0f}",
                 "dropped": lambda rows: f"{int(rows['dropped'].sum())}",
@@ -158,9 +171,10 @@ def tables_of(answer: Answer, runs: Sequence[RunResult]) -> Iterator[tuple[str, 
             },
         ),
     )
-    by_name = _named_clients([run for run in runs if answer.tells_of(run)])
+    by_name = _named_clients([run for run in runs if answer.tells_of(run)], answer.alone)
     if len(by_name):
-        yield f"Clients by name, headline in %{spread_over}", by_name
+        meaning_of = "\n(then the difference to training alone in points, and the number of seeds in which it is > 0)"
+        yield f"Clients by name, headline in %{spread_over}{meaning_of * bool(answer.alone)}", by_name
     if answer.tests and seeds > 1:
         named = {"headline_worst_tenth": "headline, worst 10 %"}
         columns = {
