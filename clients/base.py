@@ -254,6 +254,7 @@ class FedClient(PositionalClient):
 
     def run_phases(self) -> TrainReport:
         """Run the local training of the round; return the report of the phases on the training split."""
+        drop_statistics(self.model, self.task.buffers)
         report = TrainReport()
         for phase in self.phases():
             done = self.run_phase(phase)
@@ -333,7 +334,9 @@ class FedClient(PositionalClient):
         metrics: dict[str, Any] = {}
         if "received" in self.task.protocols:
             metrics.update(self.measure("received", balanced))
-        extras, numbers = self._learn(payload)
+        self.before_training(payload)
+        self.report = self.run_phases()
+        extras, numbers = self.after_training(payload)
         if "trained" in self.task.protocols:
             metrics.update(self.measure("trained", balanced))
         # Nothing changes the model after this: it is sent and stored from its own memory.
@@ -384,7 +387,9 @@ class FedClient(PositionalClient):
 
     def train_to_score(self, payload: Payload, *, balanced: bool = True) -> dict[str, Any]:
         """Train after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
-        self._learn(payload)
+        self.before_training(payload)
+        self.report = self.run_phases()
+        self.after_training(payload)
         return self.measure("trained", balanced, further=True) if "trained" in self.task.protocols else {}
 
     def tune_to_score(self, protocol: str = "tuned", *, balanced: bool = True) -> dict[str, Any]:
@@ -401,13 +406,6 @@ class FedClient(PositionalClient):
         finally:
             self.model = received
 
-    def _learn(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
-        """Run the local training of a round; return the reply's further arrays and numbers."""
-        drop_statistics(self.model, self.task.buffers)
-        self.before_training(payload)
-        self.report = self.run_phases()
-        return self.after_training(payload)
-
     def meet(self, payload: Payload, server_round: int, protocol: str, epochs: int) -> dict[str, Any]:
         """Score this client as one that the server has never heard of; nothing is stored or sent.
 
@@ -423,7 +421,9 @@ class FedClient(PositionalClient):
         if epochs:
             # Not in the task: KT-pFL has epochs of its own, and unseen clients of all methods train equally long.
             self.newcomer_epochs = epochs
-            self._learn(payload)
+            self.before_training(payload)
+            self.report = self.run_phases()
+            self.after_training(payload)
         return self.measure(protocol, balanced=True, further=True)
 
     def answer_query(self, kind: str, payload: Payload, server_round: int) -> tuple[Arrays, int, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The way of a payload and of its reply: few functions of ours pass it on, as a trace of a round shows.
 
-A function passes the payload on if it returns or yields it, or takes it and calls such a function. Functions that look
-at it and return a verdict, such as checks of a reply, are not on its way.
+A function is on its way if it takes, returns or yields all arrays together, in any of their forms; checks of a whole
+reply are among them, and functions of one array are not.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,11 +36,12 @@ OURS = tuple(f"{ROOT / room}/" for room in ("fedapp", "strategies", "clients"))
 DOWN, UP = np.float32(0.15625), np.float32(0.46875)
 """The values that all arrays of the payload, and of the reply, have."""
 SIDES = ("server out", "client in", "client out", "server in")
-ENDS = ("delivery.push", "selection.merge", "MeanReducer.add")
 MOST = 12
 
 
 class Marking(Strategy):
+    __module__ = "strategies.marking"  # with the reductions of FedAvg
+
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         return Payload(common={name: np.full_like(array, DOWN) for name, array in state["model"].items()})
 
@@ -54,7 +55,7 @@ class Marked(FedClient):
 
 
 def holds(value: Any, mark: np.float32) -> bool:
-    """Whether a value is the payload, or the reply, in any of their forms."""
+    """Whether a value is, or has, an array of the payload or of the reply."""
     if isinstance(value, np.ndarray):
         return value.size > 9 and value.dtype == np.float32 and value.flat[0] == value.flat[-1] == mark
     if isinstance(value, FlowerArray):
@@ -72,14 +73,18 @@ def holds(value: Any, mark: np.float32) -> bool:
     return isinstance(value, (tuple, list)) and any(holds(v, mark) for v in value)
 
 
+def whole(value: Any, mark: np.float32) -> bool:
+    """Whether a value is the payload or the reply, in any of their forms."""
+    return not isinstance(value, (np.ndarray, FlowerArray)) and holds(value, mark)
+
+
 @dataclass
 class Call:
-    """A call of a function of ours: which marks it takes, and which it hands on."""
+    """A call of a function of ours, and which marks it takes."""
 
     name: str
     at_client: bool
     takes: set[np.float32]
-    hands_on: set[np.float32] = field(default_factory=set)
 
 
 class Trace:
@@ -100,7 +105,7 @@ class Trace:
         if event == "call":
             given = [frame.f_locals.get(n) for n in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
             self.at_client = self.at_client or name == "App.__call__"
-            self.calls.append(Call(name, self.at_client, {m for m in (DOWN, UP) if any(holds(v, m) for v in given)}))
+            self.calls.append(Call(name, self.at_client, {m for m in (DOWN, UP) if any(whole(v, m) for v in given)}))
         else:
             self.end(self.calls.pop(), value)
         sys.setprofile(self)
@@ -109,13 +114,11 @@ class Trace:
         """Note a function that ends or yields."""
         self.trained = self.trained or call.name == "FedClient.train_round"
         for mark in (DOWN, UP) if self.trained else (DOWN,):
-            returns = holds(value, mark)
-            if not returns and not (mark in call.takes and (mark in call.hands_on or call.name in ENDS)):
+            returns = whole(value, mark)
+            if not returns and mark not in call.takes:
                 continue
             if "<" in call.name or call.name.startswith(("LocalGrid.", "Payload.")):
                 continue  # a part of a function, Flower's grid, and the dict of both kinds of arrays
-            if self.calls:
-                self.calls[-1].hands_on.add(mark)
             client = self.at_client if returns else call.at_client
             self.found[SIDES[2 * (mark == UP) + (client == (mark == DOWN))]].setdefault(call.name)
         self.at_client = self.at_client and call.name != "App.__call__"
@@ -147,7 +150,7 @@ def way(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_few_functions_pass_a_payload_on(side: str, way: dict[str, list[str]]) -> None:
+def test_few_functions_take_or_return_a_payload(side: str, way: dict[str, list[str]]) -> None:
     assert 3 < len(way[side]) <= MOST, way[side]
 
 
