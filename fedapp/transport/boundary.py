@@ -20,7 +20,6 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Message
 
-from fedapp.errors import Impossible
 from fedapp.method import LARGEST, Array, Arrays, ClientInfo, Size, is_one_of
 from fedapp.reduce.reader import Schema
 from fedapp.transport.delivery import TEXT_MOST
@@ -173,11 +172,6 @@ def decoded_problem(arrays: Arrays, contract: Contract) -> str | None:
     values = (_value_problem(name, a, contract) for name, a in arrays.items())
     sizes = {name: a.nbytes for name, a in arrays.items()}
     return _names_problem(sizes, contract) or next(filter(None, (*types, *values)), None)
-
-
-def grade(problem: str) -> str:
-    """Return the grade of what a method's own check found."""
-    return IMPOSSIBLE if isinstance(problem, Impossible) else BAD
 
 
 def read_registration(message: Message) -> Registration | Refused:

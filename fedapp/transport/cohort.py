@@ -30,7 +30,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedapp.core.averages import lower_median
-from fedapp.errors import BadRequest, one_line, plain
+from fedapp.errors import BadRequest, Impossible, one_line, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply
 from fedapp.reduce.reader import Schema
 from fedapp.settings import FederationSettings
@@ -45,7 +45,6 @@ from fedapp.transport.boundary import (
     Good,
     Refused,
     Registration,
-    grade,
     read,
     read_registration,
 )
@@ -358,7 +357,7 @@ class Cohort(ABC):
                 exchange.metrics[client] = {**got.metrics, "bytes-up": got.size}
                 exchange.up += got.size
                 return reply
-            got = Refused(problem, grade(problem))
+            got = Refused(problem, IMPOSSIBLE if isinstance(problem, Impossible) else BAD)
         elif got.offence == FAILED:
             self._note_error(exchange.round, client, contract.kind, got.reason)
             exchange.diverged += FloatingPointError.__name__ in last_line(got.reason)

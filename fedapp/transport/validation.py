@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from flwr.app import Message
 
@@ -26,6 +27,7 @@ WORKER_DIED = (
 """Ray's errors for a process that no longer exists."""
 
 
+@dataclass(frozen=True)
 class Validation:
     """Makes the contracts of replies.
 
@@ -37,14 +39,10 @@ class Validation:
     scored : replies to `train` and `evaluate` hold at least one score.
     """
 
-    def __init__(
-        self,
-        wire_dtype: str = "fp32",
-        max_abs: float = LARGE,
-        numbers: frozenset[str] | None = None,
-        scored: bool = False,
-    ) -> None:
-        self.wire_dtype, self.max_abs, self.numbers, self.scored = wire_dtype, max_abs, numbers, scored
+    wire_dtype: str = "fp32"
+    max_abs: float = LARGE
+    numbers: frozenset[str] | None = None
+    scored: bool = False
 
     def contract(self, kind: str, info: ClientInfo, tests: int, schema: Schema, width: int) -> Contract:
         """Return the contract of a client's reply.
