@@ -96,21 +96,20 @@ def _unit_gram(rows: NDArray[np.float32]) -> Floats:
     return unit
 
 
-def layer_cka(run: RunResult, clients: int = 10, images: int = 300) -> tuple[list[int], dict[str, Floats]]:
-    """Linear CKA between the clients' trained models, layer by layer (CCVR, Fig. 1 and 2).
+def layer_cka(run: RunResult, images: int) -> tuple[list[int], dict[str, Floats]]:
+    """Linear CKA between the trained models of the first ten clients, layer by layer (CCVR, Fig. 1 and 2).
 
     Parameters
     ----------
-    clients : how many at most, by id.
     images : test images on which the layers are compared (paper: 10,000 or more). Time and memory grow with the
-        square; memory is `clients` matrices of `images` x `images` numbers, since layers are compared one by one.
+        square; memory is a matrix of `images` x `images` numbers a client, since layers are compared one by one.
 
     Returns
     -------
     Client ids, and {layer: (K, K)} in forward order. Inner layers are compared between equal architectures only (NaN
     elsewhere); `features` (the end of the body) and `head` (the logits) between all.
     """
-    config, models = config_of(run), client_models(run, clients)
+    config, models = config_of(run), client_models(run, 10)
     if len(models) < 2:
         raise Unavailable("it compares clients, and there are fewer than two")
     x, _ = probe(run, images)
@@ -316,7 +315,9 @@ def _inputs_of_the_head(
 
 
 CKA_IMAGES = 1000
-"""Test images of the paper's figures of CKA; the report, which draws many figures, takes fewer."""
+"""Test images on which layers are compared."""
+SAMPLES = 100
+"""Virtual samples per class in the figure of separability."""
 CLASSES = 10
 """Classes of which recovered images are shown, at most."""
 
@@ -339,9 +340,9 @@ def _side_by_side(runs: Runs) -> list[RunResult]:
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
-def cka(runs: Runs, images: int = 300) -> Words:
+def cka(runs: Runs) -> Words:
     """Similarity of clients by layer, one line per run (Figs. 2 and 11)."""
-    found = each(_side_by_side(runs), partial(layer_cka, images=images))
+    found = each(_side_by_side(runs), partial(layer_cka, images=CKA_IMAGES))
     maps_of = {name: by_layer for name, (_, by_layer) in found.items()}
     said, clients = _mean_cka(maps_of), len(next(iter(found.values()))[0])
     return (
@@ -505,16 +506,16 @@ def _panels(points: Sequence[tuple[RunResult, dict[int, float]]], amount: str) -
     return panels, "; ".join(said)
 
 
-def separability(runs: Runs, samples: int = 100) -> Words:
+def separability(runs: Runs) -> Words:
     """Accuracy before and after calibration, and its upper bound, against the separability of the classes (Fig. 6)."""
-    found = _calibrated(runs, (0, samples), (0,))
+    found = _calibrated(runs, (0, SAMPLES), (0,))
     if len(found) < 2:
         raise Unavailable(
             "it needs two runs with one global model, there is 1",
             "fedapp compare --methods fedavg,fedprox,moon,ccvr --seeds 3 ...",
         )
     table = pd.DataFrame(
-        [(_trained_by(run), c.separability, c.accuracy[0], c.accuracy[samples], c.oracle[0]) for run, c in found],
+        [(_trained_by(run), c.separability, c.accuracy[0], c.accuracy[SAMPLES], c.oracle[0]) for run, c in found],
         columns=["label", "distance", "before", "after", "bound"],
     )
     groups = {
@@ -530,7 +531,7 @@ def separability(runs: Runs, samples: int = 100) -> Words:
     bound = f" Correlation of distance and upper bound over the runs: {trend:.2f}." if math.isfinite(trend) else ""
     return (
         "One mark per run: mean sliced Wasserstein distance between the classes' Gaussians in the global "
-        f"representation, and the accuracy of the global model as trained (dot), calibrated with {samples} "
+        f"representation, and the accuracy of the global model as trained (dot), calibrated with {SAMPLES} "
         f"virtual samples per class, and calibrated on all real features, which is the upper bound; "
         f"computed after the fact.{bound}",
         f"Scatter plot of accuracy against separability. {said}.",
@@ -541,9 +542,9 @@ def separability(runs: Runs, samples: int = 100) -> Words:
 # ---- predictions and labels ------------------------------------------------------------------------------------------
 
 
-def calibration_map(runs: Runs, points: int = 1000) -> Words:
+def calibration_map(runs: Runs) -> Words:
     """Predictions before and after calibration on one embedding, one row per run (Figs. 5 and 13)."""
-    found = each(_side_by_side(runs), partial(calibration_embedding, points=points))
+    found = each(_side_by_side(runs), calibration_embedding)
     said = "; ".join(
         (f"{n}: " if len(found) > 1 else "")
         + " before, ".join(percent(float((of[name] != of["truth"]).mean())) for name in ("before", "after"))

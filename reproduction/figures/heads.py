@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedapp.core.classwise import norm_distribution
 from fedapp.learning.state import read_head_norms
 from fedapp.learning.training import Batch
 from fedapp.method import Payload
@@ -124,51 +123,6 @@ def server_bytes(run: RunResult) -> int:
         return sum(map(size, value.values())) if isinstance(value, Mapping) else 0
 
     return size(server_state(run))
-
-
-def norm_evolution(runs: Runs, clients: int = 6) -> Words:
-    """Draw p~ over rounds, one panel per client, with p at the edge; by batch: `batch_evolution`."""
-    run = runs[0]
-    history = head_norm_history(run)
-    if max(len(rounds) for rounds, _ in history.values()) < 2:
-        raise Unavailable(
-            "there is only one round, and an evolution needs two", f"fedapp run --resume {run.out} --rounds 10"
-        )
-    shares = analysis.label_shares(run)
-    chosen = sorted(sorted(history, key=lambda c: -float((shares[c] ** 2).sum()))[:clients])
-    lines = {c: (t, n / n.sum(axis=1, keepdims=True)) for c, (t, n) in history.items() if c in chosen}
-    apart = np.mean([np.abs(v[-1] - shares[c]).sum() / 2 for c, (_, v) in lines.items()])
-    return (
-        "Share of each class in the sum of the head's row norms, p~, after every local training; bars at the right "
-        "edge, with the class's number: its share of the client's data, p. Grey: classes that the client has little or "
-        f"nothing of. Shown: the {len(chosen)} clients with the most uneven data. Each client records the norms on "
-        "its own disk; they are never sent.",
-        f"Line charts of norm shares by round for clients {', '.join(map(str, chosen))}; at the end they are "
-        f"{percent(float(apart))} away from the label shares (total variation, mean).",
-        plots.norm_evolution(lines, {c: shares[c] for c in chosen}),
-    )
-
-
-def p_against_norms(runs: Runs) -> Words:
-    """Draw p~ against p, one mark per client and class (cwFedAvg, Fig. 2)."""
-
-    def points(run: RunResult) -> tuple[Array, Array]:
-        shares, stored = analysis.label_shares(run), analysis.client_arrays(run)
-        norms = [norm_distribution(arrays["model/head.weight"]) for _, arrays in stored.values()]
-        return shares[list(stored)], np.stack(norms)
-
-    panels = each(runs, points)
-    said = "; ".join(
-        f"{n}: R = {np.linalg.norm(p - q, axis=1).mean():.3f}, "
-        f"{percent(np.where(p == 0, q, 0).sum(axis=1).mean())} of p~ on absent classes"
-        for n, (p, q) in panels.items()
-    )
-    return (
-        "One mark per client and class: the class's share of the client's data, p, and of the sum of its head's row "
-        f"norms, p~ (cwFedAvg, Eq. 4). On the diagonal, heads tell the label distribution. Mean over clients: {said}.",
-        f"Scatter plot of norm shares against label shares. {said}.",
-        plots.p_against_norms(panels),
-    )
 
 
 # ---- figures of cwFedAvg ---------------------------------------------------------------------------------------------

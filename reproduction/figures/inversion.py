@@ -38,14 +38,12 @@ DRAWN = -1
 """Instead of a number of images: a draw from N(mu_c, Sigma_c) of all the class's images, a virtual representation."""
 
 
-def invert(
-    model: SplitModel, inputs: InputSpec, z: NDArray[np.float32], steps: int = 300, tv: float = 0.02, lr: float = 0.1
-) -> Floats:
+def invert(model: SplitModel, inputs: InputSpec, z: NDArray[np.float32], steps: int = 300, tv: float = 0.02) -> Floats:
     """Return images (n, H, W, C) in [0, 1] whose representations come close to z (n, d).
 
     Parameters
     ----------
-    model : in evaluation mode.   tv : lambda, weight of the total variation.   lr : Adam's, of the pixels' logits.
+    model : in evaluation mode.   tv : lambda, weight of the total variation.
     """
     target = torch.from_numpy(np.asarray(z, dtype=np.float32))
     scale = target.square().sum(dim=1).clamp_min(1e-12)
@@ -55,12 +53,10 @@ def invert(
         # A sum over images: each has its own gradient, and Adam scales every pixel by itself.
         return ((found - target).square().sum(dim=1) / scale).sum() + tv * total_variation(x).sum()
 
-    return optimised(len(target), inputs, loss, steps, lr)
+    return optimised(len(target), inputs, loss, steps)
 
 
-def optimised(
-    count: int, inputs: InputSpec, loss: Callable[[Tensor, Tensor], Tensor], steps: int, lr: float = 0.1
-) -> Floats:
+def optimised(count: int, inputs: InputSpec, loss: Callable[[Tensor, Tensor], Tensor], steps: int) -> Floats:
     """Return images (count, H, W, C) in [0, 1] that minimise a loss, by Adam on the logits of pixels from mid-grey.
 
     Parameters
@@ -69,7 +65,7 @@ def optimised(
     """
     mean, std = (torch.tensor(v, dtype=torch.float32).view(1, -1, 1, 1) for v in (inputs.mean, inputs.std))
     pixels = torch.zeros(count, *inputs.shape, requires_grad=True)
-    optimizer = torch.optim.Adam([pixels], lr=lr)
+    optimizer = torch.optim.Adam([pixels], lr=0.1)
     with torch.enable_grad():
         for _ in range(steps):
             x = torch.sigmoid(pixels)

@@ -50,7 +50,7 @@ def conductance(panels: Mapping[str, tuple[Array, Sequence[Any]]], image: Array)
     heights = [len(ranks) + 3 for ranks, _ in panels.values()]
     figure, grid = new_figure(
         WIDTH, 0.9 + sum(0.27 + 0.16 * h for h in heights), "units before the head, by mean rank", "", len(panels), 2,
-        grid=None, narrow=0, width_ratios=[1, 7], height_ratios=heights,
+        grid=None, width_ratios=[1, 7], height_ratios=heights,
     )  # fmt: skip
     for axes, (title, (ranks, clients)) in zip(grid[:, 1], panels.items()):
         order = np.argsort(ranks.mean(axis=0), kind="stable")
@@ -81,9 +81,7 @@ def heat_grid(
     ends = _ends(shared) if high is None else (0.0, high)
     across = max(len(panels) for panels in rows.values())
     side = WIDTH / max(3, across)
-    figure, grid = new_figure(
-        side * across, 0.3 + side * len(rows), xlabel, ylabel, len(rows), across, grid=None, narrow=0
-    )
+    figure, grid = new_figure(side * across, 0.3 + side * len(rows), xlabel, ylabel, len(rows), across, grid=None)
     for line, (name, panels) in zip(grid, rows.items()):
         for axes, (title, values) in zip(line, panels.items()):
             low, top = (0, None) if title in own else ends
@@ -116,9 +114,7 @@ def recovered(blocks: Mapping[str, tuple[Array, Array]], names: Sequence[str]) -
         for i, row in enumerate([*real.swapaxes(0, 1), found])
     ]
     side = (WIDTH - 1.6) / len(names)
-    figure, grid = new_figure(
-        WIDTH, 0.4 + (side + 0.1) * len(lines), "", "", len(lines), len(names), grid=None, narrow=0
-    )
+    figure, grid = new_figure(WIDTH, 0.4 + (side + 0.1) * len(lines), "", "", len(lines), len(names), grid=None)
     for axes, name in zip(grid[0], names):
         axes.set_title(name, fontsize=7, loc="center")
     for line, (title, what, images) in zip(grid, lines):

@@ -1,6 +1,6 @@
 """The figures of the four papers by number, drawn from runs on any data.
 
-`PAPERS` is the table: a figure's id, what it shows, which runs it needs, and what draws it. `docs/figures.md` has the
+`FIGURES` is the table: a figure's id, what it shows, which runs it needs, and what draws it. `docs/figures.md` has the
 command and a picture of each.
 """
 
@@ -39,9 +39,7 @@ class PaperFigure:
     draw: Callable[[Runs], Words]
 
 
-LAYERS = partial(calibration.cka, images=calibration.CKA_IMAGES)
-
-PAPERS: dict[str, PaperFigure] = {
+FIGURES: dict[str, PaperFigure] = {
     "fedclassavg-2": PaperFigure(
         "Label distribution over clients, CIFAR-10: 2a Dir(0.5), 2b two classes each",
         "one run, of 2b with partition=two-class",
@@ -68,7 +66,7 @@ PAPERS: dict[str, PaperFigure] = {
     ),
     "fedclassavg-8": PaperFigure(
         "Representations of all clients before the ReLU", "a run of Standalone and a run of FedClassAvg",
-        partial(representations.embedding, whole=True),
+        representations.embedding,
     ),
     "fedclassavg-9": PaperFigure(
         "Units that matter for one image", "a run of Standalone and a run of FedClassAvg", representations.conductance,
@@ -97,7 +95,7 @@ PAPERS: dict[str, PaperFigure] = {
     "ccvr-1": PaperFigure(
         "CKA of all pairs of clients at three layers", "two runs of one method: IID and not", calibration.cka_maps,
     ),
-    "ccvr-2": PaperFigure("Mean CKA of clients by layer", "two runs of one method: IID and not", LAYERS),
+    "ccvr-2": PaperFigure("Mean CKA of clients by layer", "two runs of one method: IID and not", calibration.cka),
     "ccvr-3": PaperFigure(
         "Labels, and norms of the clients' heads by round", "runs of one method with several partitions",
         calibration.norms_by_round,
@@ -120,7 +118,7 @@ PAPERS: dict[str, PaperFigure] = {
         "Norms of the global head before and after calibration", "runs of ccvr with several bases",
         calibration.norms_before_after,
     ),
-    "ccvr-11": PaperFigure("Mean CKA of clients by layer and method", "runs of several methods", LAYERS),
+    "ccvr-11": PaperFigure("Mean CKA of clients by layer and method", "runs of several methods", calibration.cka),
     "ccvr-12": PaperFigure(
         "Norms of the clients' heads by round and method", "runs of several methods", calibration.norms_by_round,
     ),
@@ -158,14 +156,6 @@ PAPERS: dict[str, PaperFigure] = {
     ),
 }  # fmt: skip
 """By id, `<paper>-<number>`; a figure with several parts may have ids such as `ccvr-8a`."""
-
-FURTHER: dict[str, PaperFigure] = {
-    "norm-evolution": PaperFigure("Evolution of head norms by round", "one run", heads.norm_evolution),
-    "p-against-norms": PaperFigure("Label shares against norm shares", "one to three runs", heads.p_against_norms),
-    "tsne": PaperFigure("Representations by class and client", "one to three runs", representations.embedding),
-}
-"""Figures in the manner of the papers that have no number there."""
-FIGURES = {**PAPERS, **FURTHER}
 
 
 def failed(runs: Iterable[RunResult]) -> str:

@@ -86,14 +86,14 @@ def models(seed: int = 0) -> dict[str, Arrays]:
     return found
 
 
-def critical(model: Mapping[str, Array], count: int = CRITICAL) -> list[tuple[int, int, int, float]]:
+def critical(model: Mapping[str, Array]) -> list[tuple[int, int, int, float]]:
     """Return the largest weights: (layer, from, to, weight), the largest first."""
     weights = [
         (layer, int(j), int(i), float(w))
         for layer, name in enumerate(("first.weight", "head.weight"))
         for (i, j), w in np.ndenumerate(model[name])
     ]
-    return sorted(weights, key=lambda w: -abs(w[3]))[:count]
+    return sorted(weights, key=lambda w: -abs(w[3]))[:CRITICAL]
 
 
 def _network(axes: Axes, model: Mapping[str, Array]) -> None:

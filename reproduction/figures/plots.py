@@ -25,7 +25,7 @@ from fedapp.results.figures.pieces import (
     new_figure,
 )
 from fedapp.results.figures.plots import numeric_axis
-from fedapp.results.figures.style import COLOURS, DASHES, DOTTED, INK, LINE, MUTED, WIDTH, is_narrow, letters, styled
+from fedapp.results.figures.style import COLOURS, DASHES, DOTTED, LINE, MUTED, WIDTH, styled
 
 
 @styled
@@ -42,58 +42,19 @@ def cost(points: Mapping[str, tuple[float, float]]) -> Figure:
     return figure
 
 
-def _shares(axes: Axes, x: Array, values: Array, p: Array, named: int, end: float) -> list[int]:
-    """Draw p~ (T, C) of a client and p (C,) as bars at the edge, up to `end`; return the classes with the largest p.
+def _shares(axes: Axes, values: Array, p: Array) -> list[int]:
+    """Draw p~ (T, C) of a client and p (C,) as bars at the edge; return the classes with the largest p.
 
-    These `named` classes stand out, the others are grey.
+    These five classes stand out, the others are grey.
     """
-    chosen = [int(c) for c in np.argsort(-p, kind="stable")[:named] if p[c] > 0]
+    x = np.arange(len(values))
+    chosen = [int(c) for c in np.argsort(-p, kind="stable")[:5] if p[c] > 0]
     axes.plot(x, np.delete(values, chosen, axis=1), color=MUTED, linewidth=0.6, alpha=0.6)
     edge = axes.get_yaxis_transform()
     for c, colour, dashes in zip(chosen, COLOURS, DASHES):
         axes.plot(x, values[:, c], linewidth=1.3, color=colour, linestyle=dashes)
-        axes.plot([1.01, end], [p[c]] * 2, color=colour, linewidth=2, clip_on=False, transform=edge)
+        axes.plot([1.01, 1.05], [p[c]] * 2, color=colour, linewidth=2, clip_on=False, transform=edge)
     return chosen
-
-
-@styled
-def norm_evolution(history: Mapping[Any, tuple[Array, Array]], shares: Mapping[Any, Array], named: int = 5) -> Figure:
-    """Draw p~ over rounds, one panel per client, one line per class, with the true share p as a bar at the right edge.
-
-    Parameters
-    ----------
-    history : {client: (rounds (T,), p~ (T, C))}.   shares : {client: p (C,)}.
-    named : how many classes of a client, those with the largest p, stand out and are named; the others are grey.
-    """
-    columns = min(3, len(history))
-    rows = math.ceil(len(history) / columns)
-    figure, grid = new_figure(
-        WIDTH, 0.6 + 1.8 * rows, "round", "share of the norm", rows, columns, sharex=True, sharey=True
-    )  # fmt: skip
-    top = 1.06 * max(max(float(v.max()), float(shares[c].max())) for c, (_, v) in history.items())
-    for axes, (client, (rounds, values)) in zip(grid.flat, history.items()):
-        p, edge = shares[client], axes.get_yaxis_transform()
-        chosen = _shares(axes, rounds, values, p, named, 1.04)
-        place = -math.inf
-        for c in sorted(chosen, key=lambda c: float(p[c])):  # names next to the bars, pushed apart where they touch
-            place = max(float(p[c]), place + 0.09 * top)
-            axes.annotate(
-                str(c), (1.06, place), xycoords=edge, fontsize=letters(7), color=INK, va="center",
-                annotation_clip=False,
-            )  # fmt: skip
-        entitle(axes, f"client {client}")
-        axes.set_ylim(0, top)
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    for axes in grid.flat[len(history) :]:
-        axes.set_visible(False)
-    legend(
-        figure,
-        key("p~ of a class that the client has most of", color=COLOURS[0], linewidth=1.3),
-        key("p~ of another class", color=MUTED, linewidth=0.6),
-        key("p of the class that its number names", color=COLOURS[0], linewidth=2, marker="_", linestyle="none",
-            markersize=9),
-    )  # fmt: skip
-    return figure
 
 
 @styled
@@ -108,7 +69,7 @@ def batch_evolution(lines: Mapping[str, Array], p: Array, points: Mapping[str, t
     figure, (grid,) = new_figure(WIDTH, 2.9, "batch", "share of the norm, p~", columns=len(lines) + 1)
     top = 1.06 * max(float(p.max()), *(float(v.max()) for v in lines.values()))
     for axes, (title, values) in zip(grid, lines.items()):
-        for c, colour in zip(_shares(axes, np.arange(len(values)), values, p, 5, 1.05), COLOURS):
+        for c, colour in zip(_shares(axes, values, p), COLOURS):
             axes.annotate(
                 str(c), (len(values) - 1, values[-1, c]), fontsize=7, color=colour, ha="right", va="bottom"
             )  # fmt: skip
@@ -152,28 +113,6 @@ def bars(values: Mapping[str, float], xlabel: str) -> Figure:
     return figure
 
 
-@styled
-def p_against_norms(panels: Mapping[str, tuple[Array, Array]]) -> Figure:
-    """Draw p~ against p, one mark per client and class, with the diagonal; panels by title."""
-    side = WIDTH / max(2, len(panels))
-    figure, (grid,) = new_figure(
-        side * len(panels), side, "share of the data, p", "share of the norm, p~", columns=len(panels), grid="both",
-        sharex=True, sharey=True,
-    )  # fmt: skip
-    edge = 1.05 * max(float(np.max(both)) for both in panels.values())
-    for axes, (title, (p, pt)) in zip(grid, panels.items()):
-        axes.plot([0, edge], [0, edge], color=MUTED, linewidth=0.8, linestyle=DOTTED)
-        held = p > 0
-        axes.plot(p[held], pt[held], "o", color=INK, markersize=3.4, alpha=0.75, markeredgewidth=0,
-                  label="class held")  # fmt: skip
-        axes.plot(p[~held], pt[~held], "x", color=MUTED, markersize=4.6, markeredgewidth=0.9,
-                  label="class absent")  # fmt: skip
-        entitle(axes, title)
-        axes.set(xlim=(-0.02 * edge, edge), ylim=(-0.02 * edge, edge))
-    legend(figure, key("equal shares", color=MUTED, linewidth=0.8, linestyle=DOTTED))
-    return figure
-
-
 def _numbers(axes: Axes, points: Array, group: Array) -> None:
     """Draw every point as the number of its group, so that groups can be told apart without colour; -1 is a grey dot.
 
@@ -207,7 +146,7 @@ def embedding(rows: Mapping[str, tuple[Array, Mapping[str, Array]]]) -> Figure:
     """
     columns = len(next(iter(rows.values()))[1])
     side = WIDTH / columns
-    figure, grid = new_figure(WIDTH, side * len(rows), "", "", len(rows), columns, grid=None, narrow=2)
+    figure, grid = new_figure(WIDTH, side * len(rows), "", "", len(rows), columns, grid=None)
     figure.set_dpi(170)  # of the points, which are pixels in an SVG too
     for line, (title, (points, groups)) in zip(grid, rows.items()):
         for axes, (name, group) in zip(line, groups.items()):
@@ -240,7 +179,7 @@ def cka(panels: Mapping[str, Mapping[str, Array]]) -> Figure:
             means[j] = values.mean() if len(values) else np.nan
         axes.plot(np.arange(len(layers)), means, label=label, **look)
     axes.set(xlim=(-0.5, len(layers) - 0.5), ylim=(0, 1.03))
-    name_ticks(axes.xaxis, layers, rotation=30 if len(layers) > (3 if is_narrow() else 6) else 0)
+    name_ticks(axes.xaxis, layers, rotation=30 if len(layers) > 6 else 0)
     legend(
         figure,
         key("a pair of clients", marker=".", color=MUTED, linestyle="none", markersize=3),

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,14 +46,13 @@ def embed(rows: NDArray[Any], seed: int) -> Floats:
 
 
 def client_embedding(
-    run: RunResult, clients: int | None = 8, points: int = 1200, activated: bool = True
+    run: RunResult, clients: int | None = None, points: int = 2000
 ) -> tuple[Floats, dict[str, Ints], list[float]]:
-    """Embed the representations of the same test images by the trained trunks of clients (FedClassAvg, Fig. 8).
+    """Embed the trained trunks' outputs before the ReLU for the same test images (FedClassAvg, Fig. 8).
 
     Parameters
     ----------
     clients : how many at most, by id; None = all.   points : images times clients, 20 images at least.
-    activated : what the head sees; False = the trunk's output before the ReLU, as in the paper's Fig. 8.
 
     Returns
     -------
@@ -67,7 +65,7 @@ def client_embedding(
     _of_one_width(models)
     x, y = probe(run, max(20, points // len(models)))
     # Clients train to representations of different length. At one scale, what differs is their shape.
-    rows = np.concatenate([_at_unit_scale(represent(run, m, x, activated)) for m in models.values()])
+    rows = np.concatenate([_at_unit_scale(represent(run, m, x, activated=False)) for m in models.values()])
     numbers = {"by class": np.tile(y, len(models)), "by client": np.repeat(list(models), len(y))}
     apart = [float(silhouette_score(rows, of)) if len(set(of)) > 1 else math.nan for of in numbers.values()]
     return embed(rows, run.seed), numbers, apart
@@ -151,24 +149,15 @@ def ranked_units(run: RunResult, chosen: int, right: tuple[list[int], NDArray[np
     return Conductance(ids, rows, int(y[chosen]), agreement, x[chosen].numpy())
 
 
-def embedding(runs: Runs, whole: bool = False) -> Words:
-    """Where clients place the same images (FedClassAvg, Fig. 8).
-
-    Parameters
-    ----------
-    whole : as in the paper: all clients, and the trunk's output before the ReLU.
-    """
-    draw = partial(client_embedding, points=1200 if len(runs) == 1 else 800)
-    if whole:
-        draw = partial(client_embedding, clients=None, points=2000, activated=False)
-    found = each(runs, draw)
+def embedding(runs: Runs) -> Words:
+    """Where clients place the same images (FedClassAvg, Fig. 8)."""
+    found = each(runs, client_embedding)
     said = "; ".join(f"{n}: {label:.2f} by class, {client:.2f} by client" for n, (*_, (label, client)) in found.items())
     clients = len(np.unique(next(iter(found.values()))[1]["by client"]))
     return (
-        f"t-SNE of the representations{' before the ReLU' if whole else ''} of the same test images by "
-        f"{'all ' if whole else ''}{clients} clients' trunks, drawn as class numbers "
-        "and as client numbers. Where clients agree, numbers mix on the right and part on the left. Mean silhouette of "
-        f"the representations themselves, -1 to 1: {said}.",
+        f"t-SNE of the representations before the ReLU of the same test images by all {clients} clients' trunks, drawn "
+        "as class numbers and as client numbers. Where clients agree, numbers mix on the right and part on the left. "
+        f"Mean silhouette of the representations themselves, -1 to 1: {said}.",
         f"Scatter plots of representations by class and by client. Silhouette: {said}.",
         plots.embedding({n: (points, numbers) for n, (points, numbers, _) in found.items()}),
     )

@@ -148,7 +148,7 @@ def test_memory_is_what_the_checkpoint_holds(fedavg: RunResult, cw: RunResult) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [n for n in papers.PAPERS if n.startswith("cwfedavg-")])
+@pytest.mark.parametrize("name", [n for n in papers.FIGURES if n.startswith("cwfedavg-")])
 def test_every_figure_is_drawn_from_a_folder_of_runs(name: str, folder: Path, tmp_path: Path) -> None:
     drawing = papers.draw(name, [] if name == "cwfedavg-1" else [folder])
     assert drawing.id == name and drawing.caption.endswith(".") and len(drawing.alt) > 40

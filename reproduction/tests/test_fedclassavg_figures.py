@@ -73,12 +73,12 @@ def test_bytes_of_a_head_grow_with_its_width(folder: Path) -> None:
     with pytest.raises(Unavailable, match="ktpfl sends other arrays"):
         costs.head_bytes(read_run(folder / "ktpfl"))
     with pytest.raises(Unavailable, match="different widths"):
-        papers.PAPERS["fedclassavg-scaling"].draw([read_run(folder / "classavg")])
+        papers.FIGURES["fedclassavg-scaling"].draw([read_run(folder / "classavg")])
     narrow, wide = (
         Stub(summary={"bytes_up": 4 * 10 * (n + 1)}, classes=["x"] * 10, config=config.from_flat({"model": model}))
         for n, model in ((50, "fedproto-a"), (500, "fedgh-1"))
     )
-    _, alt, figure = papers.PAPERS["fedclassavg-scaling"].draw([wide, narrow])
+    _, alt, figure = papers.FIGURES["fedclassavg-scaling"].draw([wide, narrow])
     measured, line = (np.asarray(ln.get_ydata()) for ln in figure.axes[0].lines if len(ln.get_xdata()) == 2)
     assert measured.tolist() == line.tolist() == [2040, 20040] and "N = 500" in alt
 
@@ -91,9 +91,9 @@ def test_all_clients_before_the_relu(folder: Path) -> None:
     expected = model.features(normalise(x.permute(0, 3, 1, 2), models.data_of(one).inputs)).detach().numpy()
     np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)
     assert rows.min() < 0 <= models.represent(one, model, x).min()
-    _, numbers, _ = representations.client_embedding(one, clients=None, points=60, activated=False)
+    _, numbers, _ = representations.client_embedding(one, points=60)
     assert sorted(set(numbers["by client"].tolist())) == [0, 1, 2]
-    caption, _, _ = papers.PAPERS["fedclassavg-8"].draw([one])
+    caption, _, _ = papers.FIGURES["fedclassavg-8"].draw([one])
     assert "before the ReLU of the same test images by all 3 clients" in caption
 
 
@@ -112,4 +112,4 @@ def test_a_sweep_and_a_hyperparameter_are_drawn_or_say_what_they_need(folder: Pa
         line = next(ln for ln in drawing.figure.axes[-1].lines if len(ln.get_xdata()) == 2)
         assert list(line.get_xdata()) == expected
     with pytest.raises(Unavailable, match="several values of header_lr"):
-        papers.PAPERS["fedgh-5"].draw([read_run(folder / "local")])
+        papers.FIGURES["fedgh-5"].draw([read_run(folder / "local")])

@@ -23,8 +23,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "figures.md"
 
 def test_the_page_has_a_section_its_runs_and_a_picture_for_every_figure_and_no_other() -> None:
     sections = dict(re.findall(r"^### ([a-z]+-\w+): .*?\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
-    assert list(sections) == [n for n in sections if n in papers.PAPERS], "a section without a figure"
-    assert set(papers.PAPERS) == set(sections)
+    assert list(sections) == [n for n in sections if n in papers.FIGURES], "a section without a figure"
+    assert set(papers.FIGURES) == set(sections)
     assert "python -m reproduction figure ccvr-2 RUN" in PAGE.read_text(), "the page begins with the command of all"
     for name, text in sections.items():
         assert any(said in text for said in ("Runs: `", "--out runs/", "No run is needed")), name
@@ -100,7 +100,7 @@ def test_only_predictions_that_change_have_numbers() -> None:
 
 
 def test_the_toy_example_says_what_its_lines_are() -> None:
-    _, _, figure = papers.PAPERS["cwfedavg-1"].draw(())
+    _, _, figure = papers.FIGURES["cwfedavg-1"].draw(())
     said = [text.get_text() for text in figure.legends[0].get_texts()]
     assert said == ["positive weight", "negative weight", "width: magnitude within a network"]
 
@@ -108,7 +108,7 @@ def test_the_toy_example_says_what_its_lines_are() -> None:
 def test_every_picture_was_drawn_by_the_commands_of_the_page() -> None:
     """`python -m reproduction study figures` draws those that are not."""
     pictures = study.pictures_of(study.all_pages())
-    assert {p.figure for p in pictures} == set(papers.PAPERS)
+    assert {p.figure for p in pictures} == set(papers.FIGURES)
     assert json.loads(study.DRAWN.read_text()) == {p.file: p.digest for p in pictures}
 
 

@@ -69,18 +69,16 @@ class Percent(Formatter):
 
 
 def new_figure(
-    width: float, height: float, xlabel: str, ylabel: str, rows: int = 1, columns: int = 1, grid: Any = "y",
-    narrow: int = 1, **more: Any,
+    width: float, height: float, xlabel: str, ylabel: str, rows: int = 1, columns: int = 1, grid: Any = "y", **more: Any
 ) -> tuple[Figure, Array]:  # fmt: skip
     """Return a figure in inches and its axes (rows, columns), named at the left and below; `grid` names grid lines.
 
-    On a narrow page panels stand in `narrow` columns, each as high as on a wide one; 0 leaves the grid as it is.
+    On a narrow page panels stand one below the other, each as high as on a wide one.
     """
     shape = rows, columns
     if is_narrow():
         height, width = min(height / rows, 2.7 if grid else np.inf), NARROW
-        if narrow:
-            shape = math.ceil(rows * columns / narrow), min(narrow, rows * columns)
+        shape = rows * columns, 1
         height *= shape[0]
     figure = Figure(figsize=(width, height), layout="constrained")  # no pyplot: no window system and no global state
     drawn = figure.subplots(*shape, squeeze=False, **more)
@@ -88,13 +86,9 @@ def new_figure(
         axes.grid(axis=grid)
     for axes in drawn[:, 0]:
         axes.set_ylabel(ylabel)
-    flat = list(drawn.flat)
-    for i, axes in enumerate(flat[: rows * columns]):
-        if i + shape[1] >= rows * columns:
-            axes.set_xlabel(xlabel)
-    for axes in flat[rows * columns :]:
-        axes.set_visible(False)
-    panels: Array = np.array(flat[: rows * columns], dtype=object).reshape(rows, columns)
+    for axes in drawn[-1]:
+        axes.set_xlabel(xlabel)
+    panels: Array = drawn.reshape(rows, columns)
     return figure, panels
 
 
