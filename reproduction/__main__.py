@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -106,8 +105,11 @@ def study(
         return
     if name not in STUDIES:
         raise BadRequest(f"no study '{name}'{suggest(name, STUDIES)} (python -m reproduction study lists them all)")
-    sys.argv = [f"python -m reproduction study {name}", *context.args]
-    raise typer.Exit(importlib.import_module(f"reproduction.studies.{name}").main() or 0)
+    module = importlib.import_module(f"reproduction.studies.{name}")
+    command = Application(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    command.command(help="\b\n" + str(module.__doc__).replace("\n\n", "\n\n\b\n"))(module.main)
+    called = f"python -m reproduction study {name}"
+    raise typer.Exit(command(context.args, prog_name=called, standalone_mode=False) or 0)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,15 @@ test rows and after one more local epoch.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from benchmarks.pages import markdown
 from fedapp import config as configuration
 from fedapp.engines.local import run
-from fedapp.errors import BadRequest
 from fedapp.results.statistics import spread
 from fedapp.tasks.simulated import federated
 from reproduction.studies.frozen import SETTINGS
@@ -56,20 +55,12 @@ def measured(method: str, folder: Path, out: Path) -> list[str]:
     return [method, f"{step:g}", *(spread(column) for column in np.transpose(scores).tolist())]
 
 
-def main() -> int:
+def main(
+    features: Annotated[Path, typer.Option(help="folder with banking77.npz")],
+    out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs/adapters"),
+) -> None:
     """Measure all methods and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--features", type=Path, required=True, help="folder with banking77.npz")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/adapters"), help="folder of the runs (default: %(default)s)"
-    )
-    args = parser.parse_args()
-    out = args.out.expanduser().absolute()
-    try:
-        write_sites(args.features.expanduser().absolute() / "banking77.npz", out / "sites")
-        rows = [measured(method, out / "sites", out) for method in METHODS]
-    except BadRequest as e:
-        sys.stderr.write(f"adapters: {e}\n")
-        return 2
-    sys.stdout.write("\n".join(markdown("method|step:|MiniLM|projections", rows)) + "\n")
-    return 0
+    out = out.expanduser().absolute()
+    write_sites(features.expanduser().absolute() / "banking77.npz", out / "sites")
+    rows = [measured(method, out / "sites", out) for method in METHODS]
+    print("\n".join(markdown("method|step:|MiniLM|projections", rows)))

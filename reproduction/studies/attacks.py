@@ -31,7 +31,6 @@ tables of what is there, with what each rule costs and holds, and puts them betw
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -42,11 +41,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest import mock
 
 import numpy as np
 import torch
+import typer
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Context, Message
 from numpy.typing import NDArray
@@ -349,44 +349,42 @@ def _cell(found: Sequence[Mapping[str, Any]]) -> str:
     return text + (f", {len(found)} of 3" if len(found) < 3 else "")
 
 
-def main() -> int:
+def main(
+    methods: str = ",".join(METHODS),
+    attacks: str = ",".join(ATTACKS),
+    rules: str = ",".join(RULES),
+    seeds: str = "0,1,2",
+    alphas: str = ",".join(ALPHAS),
+    minutes: Annotated[float, typer.Option(help="begin no further run after that time")] = math.inf,
+    file: Path = FILE,
+    tables: Annotated[bool, typer.Option("--table", help=f"print the tables and write them into {PAGE}")] = False,
+) -> None:
     """Measure what is not in the file yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--attacks", default=",".join(ATTACKS))
-    parser.add_argument("--rules", default=",".join(RULES))
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--alphas", default=",".join(ALPHAS))
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further run after that time")
-    parser.add_argument("--file", type=Path, default=FILE)
-    parser.add_argument("--table", action="store_true", help="print the table and write it into docs/robustness.md")
-    args = parser.parse_args()
     known: dict[str, Any] = {"machine": "", "runs": {}}
-    if args.file.is_file():
-        known = json.loads(args.file.read_text(encoding="utf-8"))
-    if args.table:
+    if file.is_file():
+        known = json.loads(file.read_text(encoding="utf-8"))
+    if tables:
         text = table(known)
         sys.stdout.write(text)
         PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), "attacks", text.splitlines()), encoding="utf-8")
-        return 0
+        return
     torch.set_num_threads(1)
     here = machine.describe()["processor"]
     if here not in known["machine"]:
         known["machine"] = " and ".join(filter(None, [known["machine"], here]))
+    cells = itertools.product(*(text.split(",") for text in (alphas, methods, rules, seeds, attacks)))
     with tempfile.TemporaryDirectory() as folder:
-        fill(known, args, Path(folder))
-    return 0
+        fill(known, cells, minutes, file, Path(folder))
 
 
-def fill(known: dict[str, Any], args: argparse.Namespace, folder: Path) -> None:
-    """Run what is not known yet, and write the file after each run."""
+def fill(known: dict[str, Any], cells: Iterable[Sequence[str]], minutes: float, file: Path, folder: Path) -> None:
+    """Run what is not known yet of alphas, methods, rules, seeds and attacks, and write the file after each run."""
     started = time.monotonic()
-    order = ("alphas", "methods", "rules", "seeds", "attacks")
-    for alpha, method, rule, seed, attack in itertools.product(*(getattr(args, n).split(",") for n in order)):
+    for alpha, method, rule, seed, attack in cells:
         name = name_of(method, attack, rule, int(seed), alpha)
         if name in known["runs"] or not fits(method, attack, rule):
             continue
-        if time.monotonic() - started > 60 * args.minutes:
+        if time.monotonic() - started > 60 * minutes:
             return
         # Attacks on statistics all begin where the training ends, so that is done once for them.
         trained = folder / name_of(method, "trained", rule, int(seed), alpha).replace(" ", "-")
@@ -401,4 +399,4 @@ def fill(known: dict[str, Any], args: argparse.Namespace, folder: Path) -> None:
         shutil.rmtree(run, ignore_errors=True)
         sys.stdout.write(f"{name}: {known['runs'][name]}\n")
         sys.stdout.flush()
-        write_text(args.file, json.dumps(known, indent=1) + "\n")
+        write_text(file, json.dumps(known, indent=1) + "\n")

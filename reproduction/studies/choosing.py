@@ -9,7 +9,6 @@ runs a second time with the partition of its seed and the next training seed. Wi
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -18,10 +17,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
+import typer
 from numpy.typing import ArrayLike, NDArray
 
 from benchmarks.pages import markdown, replaced
@@ -503,36 +503,26 @@ def named(text: str, known: Sequence[str], what: str) -> list[str]:
     return names
 
 
-def main() -> int:
+def main(
+    out: Annotated[Path | None, typer.Option(help="folder of the runs (default: run nothing)")] = None,
+    data: Annotated[Path | None, typer.Option(help="folder with the published data sets and har.npz")] = None,
+    only: Annotated[str, typer.Option(help="blocks, with commas (default: all)")] = "",
+    methods: Annotated[str, typer.Option(help="methods, with commas (default: all)")] = "",
+    workers: Annotated[int | None, typer.Option(help="processes at a time (default: one per core)")] = None,
+    minutes: Annotated[float, typer.Option(help="start no run after so long; 0: to the end")] = 0.0,
+    kept: Path = DOCS / "choosing.jsonl",
+    doc: Path = DOCS / "choosing.md",
+) -> int:
     """Run what is asked for, keep it, and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder of the runs (default: run nothing)")
-    parser.add_argument("--data", type=Path, help="folder with the published data sets and har.npz")
-    parser.add_argument("--only", default="", help="blocks, with commas (default: all)")
-    parser.add_argument("--methods", default="", help="methods, with commas (default: all)")
-    parser.add_argument("--workers", type=int, help="processes at a time (default: one per core)")
-    parser.add_argument("--minutes", type=float, default=0.0, help="start no run after so long (default: to the end)")
-    parser.add_argument("--kept", type=Path, default=DOCS / "choosing.jsonl", help="(default: %(default)s)")
-    parser.add_argument("--doc", type=Path, default=DOCS / "choosing.md", help="(default: %(default)s)")
-    args = parser.parse_args()
     blocks = {block.id: block for block in definition().block}
-    try:
-        chosen = [blocks[name] for name in named(args.only, list(blocks), "block")]
-        methods, well = named(args.methods, method_names(), "method"), True
-        if args.out is not None:
-            well = run(args.out, args.data, chosen, methods, args.kept, args.workers, args.minutes)
-        kept = load(args.kept)
-        text, picture = page(args.doc.read_text(encoding="utf-8"), list(kept.values()))
-        write_text(args.doc, text)
-        if picture:
-            file = args.doc.parent / PICTURE
-            file.parent.mkdir(exist_ok=True)
-            write_text(file, picture)
-    except BadRequest as e:
-        sys.stderr.write(f"choosing: {e}\n")
-        return 2
+    chosen = [blocks[name] for name in named(only, list(blocks), "block")]
+    wanted, well = named(methods, method_names(), "method"), True
+    if out is not None:
+        well = run(out, data, chosen, wanted, kept, workers, minutes)
+    text, picture = page(doc.read_text(encoding="utf-8"), list(load(kept).values()))
+    write_text(doc, text)
+    if picture:
+        file = doc.parent / PICTURE
+        file.parent.mkdir(exist_ok=True)
+        write_text(file, picture)
     return int(not well)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ compares these notes with the pages, so that no picture is older than its comman
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -19,8 +18,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import typer
 from PIL import Image
 
 from fedapp.errors import BadRequest
@@ -109,21 +109,19 @@ def run_commands(commands: dict[str, str], out: Path, data: Path) -> list[str]:
     return failed
 
 
-def main() -> int:
+def main(
+    data: Annotated[Path, typer.Option(help="folder with mnist.npz")],
+    out: Annotated[Path, typer.Option(help="folder in which the commands run")] = Path("runs/figures"),
+) -> int:
     """Run, draw, note."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with mnist.npz")
-    parser.add_argument("--out", type=Path, default=Path("runs/figures"), help="folder in which the commands run")
-    args = parser.parse_args()
     text = all_pages()
     pictures = pictures_of(text)
-    failed = run_commands(commands_of(text), args.out, args.data.expanduser().absolute())
+    failed = run_commands(commands_of(text), out, data.expanduser().absolute())
     drawn = json.loads(DRAWN.read_text()) if DRAWN.is_file() else {}
     for picture in pictures:
         if set(picture.commands) & set(failed):
             continue
-        runs = [args.out / run for run in picture.runs]
-        drawing = papers.draw(picture.figure, runs)
+        drawing = papers.draw(picture.figure, [out / run for run in picture.runs])
         papers.save(drawing, DRAWN.parent / picture.file)
         if picture.file.endswith(".png"):  # 64 colours: a quarter of the bytes
             with Image.open(DRAWN.parent / picture.file) as image:

@@ -11,19 +11,18 @@ again. Without `--features` nothing is measured.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+import typer
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 
@@ -33,7 +32,6 @@ from fedapp import registry
 from fedapp.data import datasets
 from fedapp.data.partitions import ClientSplit, Partition
 from fedapp.engines.local import run
-from fedapp.errors import BadRequest
 from fedapp.results import statistics
 from fedapp.results.directory import write_text
 from fedapp.results.intervals import margin_of
@@ -577,22 +575,16 @@ def run_missing(settings: Iterable[str], seeds: int, features: Path, out: Path, 
                 save(path, kept)
 
 
-def main() -> int:
+def main(
+    features: Annotated[Path | None, typer.Option(help="folder of features (default: measure nothing)")] = None,
+    out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs/frozen"),
+    only: Annotated[str, typer.Option(help="settings, with commas (default: all)")] = "",
+    seeds: int = 5,
+    kept: Path = DOCS / "frozen.jsonl",
+    doc: Path = DOCS / "frozen.md",
+) -> None:
     """Measure what is asked for, and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--features", type=Path, help="folder of the files of features (default: measure nothing)")
-    parser.add_argument("--out", type=Path, default=Path("runs/frozen"), help="folder of the runs")
-    parser.add_argument("--only", default="", help="settings, with commas (default: all)")
-    parser.add_argument("--seeds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--kept", type=Path, default=DOCS / "frozen.jsonl", help="(default: %(default)s)")
-    parser.add_argument("--doc", type=Path, default=DOCS / "frozen.md", help="(default: %(default)s)")
-    args = parser.parse_args()
-    try:
-        chosen = named(args.only, [name for name in SETTINGS if name not in ROUNDS], "setting")
-        if args.features is not None:
-            run_missing(chosen, args.seeds, args.features, args.out.expanduser().absolute(), args.kept)
-        args.doc.write_text(page(args.doc.read_text(encoding="utf-8"), load(args.kept)), encoding="utf-8")
-    except BadRequest as e:
-        sys.stderr.write(f"frozen: {e}\n")
-        return 2
-    return 0
+    chosen = named(only, [name for name in SETTINGS if name not in ROUNDS], "setting")
+    if features is not None:
+        run_missing(chosen, seeds, features, out.expanduser().absolute(), kept)
+    doc.write_text(page(doc.read_text(encoding="utf-8"), load(kept)), encoding="utf-8")

@@ -9,19 +9,17 @@ Scores are lines of docs/frozen.jsonl. A method whose scores are there is not ru
 
 from __future__ import annotations
 
-import argparse
 import resource
 import shutil
-import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from fedapp.data.partitions import Partition
 from fedapp.engines.local import run
-from fedapp.errors import BadRequest
 from fedapp.experiments.api import compare
 from fedapp.results import statistics
 from fedapp.results.loading import load as load_model
@@ -98,21 +96,13 @@ def run_missing(chosen: list[str], features: Path, out: Path, path: Path) -> Non
             frozen.save(path, kept)
 
 
-def main() -> int:
+def main(
+    features: Annotated[Path, typer.Option(help="folder of the files of features")],
+    out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs/frozen"),
+    only: Annotated[str, typer.Option(help="settings, with commas (default: all)")] = "",
+    kept: Path = DOCS / "frozen.jsonl",
+    doc: Path = DOCS / "frozen.md",
+) -> None:
     """Measure what is asked for, and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--features", type=Path, required=True, help="folder of the files of features")
-    parser.add_argument("--out", type=Path, default=Path("runs/frozen"), help="folder of the runs")
-    parser.add_argument("--only", default="", help="settings, with commas (default: all)")
-    parser.add_argument("--kept", type=Path, default=DOCS / "frozen.jsonl", help="(default: %(default)s)")
-    parser.add_argument("--doc", type=Path, default=DOCS / "frozen.md", help="(default: %(default)s)")
-    args = parser.parse_args()
-    try:
-        chosen = named(args.only, [*frozen.ROUNDS], "setting")
-        run_missing(chosen, args.features, args.out.expanduser().absolute(), args.kept)
-        text = args.doc.read_text(encoding="utf-8")
-        args.doc.write_text(frozen.page(text, frozen.load(args.kept)), encoding="utf-8")
-    except BadRequest as e:
-        sys.stderr.write(f"frozen_gradient: {e}\n")
-        return 2
-    return 0
+    run_missing(named(only, [*frozen.ROUNDS], "setting"), features, out.expanduser().absolute(), kept)
+    doc.write_text(frozen.page(doc.read_text(encoding="utf-8"), frozen.load(kept)), encoding="utf-8")

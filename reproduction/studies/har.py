@@ -8,15 +8,15 @@ Without `--data` nothing is run, and the tables are made of the finished runs an
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+import typer
 
 from benchmarks.pages import markdown, replaced
 from fedapp import registry
@@ -152,22 +152,21 @@ def methods_table(runs: Sequence[Kept]) -> list[str]:
     ]  # fmt: skip
 
 
-def main() -> int:
+def main(
+    data: Annotated[Path | None, typer.Option(help="har.npz (default: run nothing, read what is there)")] = None,
+    out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs/har"),
+    workers: Annotated[int | None, typer.Option(help="processes at a time (default: one per core)")] = None,
+    doc: Annotated[Path | None, typer.Option(help="page whose tables are renewed (default: print them)")] = None,
+    kept: Path = DOCS / "har.jsonl",
+) -> int:
     """Run what is asked for and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="har.npz (default: run nothing, read the runs that are there)")
-    parser.add_argument("--out", type=Path, default=Path("runs/har"), help="folder of the runs (default: %(default)s)")
-    parser.add_argument("--workers", type=int, help="processes at a time (default: one per core)")
-    parser.add_argument("--doc", type=Path, help="page whose tables are renewed (default: print them)")
-    parser.add_argument("--kept", type=Path, default=DOCS / "har.jsonl", help="(default: %(default)s)")
-    args = parser.parse_args()
-    code = run(args.data, args.out, args.workers) if args.data else 0
-    done = [kept_of(one) for runs in found(args.out / "methods").values() for one in runs]
-    kept = list({(one.method, one.seed): one for one in [*load(args.kept), *done]}.values())
-    write_text(args.kept, "".join(f"{one.model_dump_json()}\n" for one in kept))
-    for name, lines in {"levels": levels_table(found(args.out / "levels")), "all-methods": methods_table(kept)}.items():
-        if args.doc and len(lines) > 2:
-            args.doc.write_text(replaced(args.doc.read_text(encoding="utf-8"), name, lines), encoding="utf-8")
-        elif not args.doc:
-            sys.stdout.write("\n".join([*lines, "", ""]))
+    code = run(data, out, workers) if data else 0
+    done = [kept_of(one) for runs in found(out / "methods").values() for one in runs]
+    lines = list({(one.method, one.seed): one for one in [*load(kept), *done]}.values())
+    write_text(kept, "".join(f"{one.model_dump_json()}\n" for one in lines))
+    for name, table in {"levels": levels_table(found(out / "levels")), "all-methods": methods_table(lines)}.items():
+        if doc and len(table) > 2:
+            doc.write_text(replaced(doc.read_text(encoding="utf-8"), name, table), encoding="utf-8")
+        elif not doc:
+            sys.stdout.write("\n".join([*table, "", ""]))
     return code

@@ -6,12 +6,13 @@ of the 30 people, in percent: `received`, the last average under each person's o
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor, nn
 
 ROUNDS, EPOCHS, BATCH = 20, 2, 16
@@ -83,14 +84,13 @@ def scores(path: Path, seed: int, start: str) -> tuple[float, float]:
     return 100 * float(np.mean(received)), 100 * float(np.mean(trained))
 
 
-def main() -> None:
+def main(
+    data: Annotated[Path, typer.Argument(help="har.npz")],
+    start: Annotated[Literal["own", "fedapp"], typer.Option(help="initial models")] = "own",
+    seeds: int = 6,
+) -> None:
     """Print the scores of six seeds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path, help="har.npz")
-    parser.add_argument("--start", choices=("own", "fedapp"), default="own", help="initial models")
-    parser.add_argument("--seeds", type=int, default=6)
-    args = parser.parse_args()
     torch.set_num_threads(1)
-    for seed in range(args.seeds):
-        received, trained = scores(args.data, seed, args.start)
+    for seed in range(seeds):
+        received, trained = scores(data, seed, start)
         print(f"seed {seed}: received {received:.1f}, trained {trained:.1f}", flush=True)

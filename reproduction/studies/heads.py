@@ -9,12 +9,12 @@ the global model on the central test set, before local training. A seed that is 
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from benchmarks.pages import markdown
 from fedapp.engines.local import run
@@ -50,29 +50,27 @@ def table(rows: list[dict[str, float]]) -> str:
     return "\n".join(markdown(f"head|{len(rows)} seeds:|first in:", lines))
 
 
-def main() -> None:
+def main(
+    dataset: str = "digits",
+    alpha: float = 0.1,
+    model: str = "auto",
+    rounds: int = 5,
+    fraction: Annotated[float, typer.Option(help="share of the images")] = 1.0,
+    seeds: int = 3,
+    data_dir: str = "",
+    out: Path = Path("runs/heads"),
+) -> None:
     """Measure what OUT lacks, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--alpha", type=float, default=0.1)
-    parser.add_argument("--model", default="auto")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--fraction", type=float, default=1.0, help="share of the images")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--data-dir", default="")
-    parser.add_argument("--out", type=Path, default=Path("runs/heads"))
-    given = parser.parse_args()
     settings: dict[str, Any] = {
-        "dataset": given.dataset, "alpha": given.alpha, "partition": "dirichlet", "clients": 10, "model": given.model,
-        "num_server_rounds": given.rounds, "data_fraction": given.fraction, "data_dir": given.data_dir,
+        "dataset": dataset, "alpha": alpha, "partition": "dirichlet", "clients": 10, "model": model,
+        "num_server_rounds": rounds, "data_fraction": fraction, "data_dir": data_dir,
     }  # fmt: skip
-    kept = given.out / "heads.jsonl"
+    kept = out / "heads.jsonl"
     lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
     done = {line["seed"]: line["scores"] for line in lines if line["settings"] == settings}
-    for seed in range(given.seeds):
+    for seed in range(seeds):
         if seed not in done:
-            folder = given.out / f"{given.dataset}-{given.alpha}-{given.fraction}-{given.rounds}-{given.model}"
-            done[seed] = measured(seed, folder, settings)
+            done[seed] = measured(seed, out / f"{dataset}-{alpha}-{fraction}-{rounds}-{model}", settings)
             with kept.open("a", encoding="utf-8") as f:
                 f.write(json.dumps({"settings": settings, "seed": seed, "scores": done[seed]}) + "\n")
-    print(table([done[seed] for seed in range(given.seeds)]))
+    print(table([done[seed] for seed in range(seeds)]))

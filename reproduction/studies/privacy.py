@@ -17,10 +17,8 @@ What the tables need is kept in docs/privacy.json. Without `--data` nothing is m
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,11 +26,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Annotated, Any, cast
 from unittest import mock
 
 import numpy as np
 import torch
+import typer
 from numpy.typing import NDArray
 
 from benchmarks import machine
@@ -45,7 +44,6 @@ from fedapp.core.privacy import Joint, Privacy, Squares, noise_for, noised
 from fedapp.core.secure_sum import noise_share, threshold
 from fedapp.data.transforms import InputSpec
 from fedapp.engines import local as engines
-from fedapp.errors import BadRequest
 from fedapp.method import Arrays, Reply, ServerContext
 from fedapp.models import SplitModel, build_model
 from fedapp.privacy import statistics
@@ -573,28 +571,21 @@ def by_name(scores: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 PARTS = ("choice", "accuracy", "sgd", "attacks", "cost")
 
 
-def main() -> int:
+def main(
+    data: Annotated[Path | None, typer.Option(help="folder with mnist.npz, fashion_mnist.npz and har.npz")] = None,
+    only: Annotated[str, typer.Option(help=f"parts, with commas (default: {','.join(PARTS)})")] = "",
+    seeds: str = ",".join(map(str, SEEDS)),
+    kept: Path = DOCS / "privacy.json",
+    doc: Path = DOCS / "privacy.md",
+) -> None:
     """Measure what is asked for, keep it, and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with mnist.npz, fashion_mnist.npz and har.npz")
-    parser.add_argument("--only", default="", help=f"parts, with commas (default: {','.join(PARTS)})")
-    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="(default: %(default)s)")
-    parser.add_argument("--kept", type=Path, default=DOCS / "privacy.json", help="(default: %(default)s)")
-    parser.add_argument("--doc", type=Path, default=DOCS / "privacy.md", help="(default: %(default)s)")
-    args = parser.parse_args()
-    kept: dict[str, Any] = json.loads(args.kept.read_text(encoding="utf-8")) if args.kept.is_file() else {}
-    try:
-        parts, seeds = named(args.only, PARTS, "part"), [int(seed) for seed in args.seeds.split(",")]
-        if args.data is not None:
-            torch.set_num_threads(1)
-            for part in parts:
-                with tempfile.TemporaryDirectory() as folder:
-                    kept[part] = measure(part, args.data.absolute(), seeds, Path(folder))
-                made = {"machine": machine.describe()["processor"], "seeds": seeds}
-                kept.setdefault("made", {})[part] = made
-                write_text(args.kept, json.dumps(kept, indent=1) + "\n")
-        args.doc.write_text(page(args.doc.read_text(encoding="utf-8"), kept), encoding="utf-8")
-    except BadRequest as e:
-        sys.stderr.write(f"privacy: {e}\n")
-        return 2
-    return 0
+    found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    parts, chosen = named(only, PARTS, "part"), [int(seed) for seed in seeds.split(",")]
+    if data is not None:
+        torch.set_num_threads(1)
+        for part in parts:
+            with tempfile.TemporaryDirectory() as folder:
+                found[part] = measure(part, data.absolute(), chosen, Path(folder))
+            found.setdefault("made", {})[part] = {"machine": machine.describe()["processor"], "seeds": chosen}
+            write_text(kept, json.dumps(found, indent=1) + "\n")
+    doc.write_text(page(doc.read_text(encoding="utf-8"), found), encoding="utf-8")

@@ -8,13 +8,13 @@ vectors. The least of several runs is printed. Flower's own messages come on top
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from scipy.optimize import brentq
 from scipy.stats import norm
 from sklearn.datasets import load_digits
@@ -27,6 +27,7 @@ from fedapp.core.secure_sum import KEY, SEALED, Collector, Member, noise_share, 
 HEAD = 10 * 513
 """Numbers in a head of 10 classes on 512 features: 20 KB in float32."""
 GONE = 3
+"""Clients whose vectors do not arrive."""
 DROPOUT = 0.34
 
 
@@ -82,8 +83,8 @@ def noise_multiplier(epsilon: float, delta: float) -> float:
     return float(brentq(passed, 1e-2, 1e3))
 
 
-def utility(epsilon: float, clients: int = 10, splits: int = 20) -> dict[str, tuple[float, float]]:
-    """Return accuracy of noised class means on digits, mean and deviation over splits, by where the noise is.
+def utility(epsilon: float) -> dict[str, tuple[float, float]]:
+    """Return accuracy of noised class means on digits, mean and deviation over 20 splits, by where the noise is.
 
     One release of class counts and sums of unit-norm pixels, one image added or removed, delta 1e-5. `each`: every
     client adds the noise of a release. `sum`: every client adds its share, and all answer. `worst`: t answer, of whom
@@ -91,11 +92,11 @@ def utility(epsilon: float, clients: int = 10, splits: int = 20) -> dict[str, tu
     """
     x, y = load_digits(return_X_y=True)
     x = x / np.linalg.norm(x, axis=1, keepdims=True)
-    z, least = noise_multiplier(epsilon, 1e-5) * np.sqrt(2), threshold(clients, DROPOUT)
-    share = noise_share(clients, least, 1)
-    variances = {"none": 0.0, "each": clients, "sum": clients * share, "worst": (least - 1) * share}
+    z, least = noise_multiplier(epsilon, 1e-5) * np.sqrt(2), threshold(10, DROPOUT)
+    share = noise_share(10, least, 1)
+    variances = {"none": 0.0, "each": 10, "sum": 10 * share, "worst": (least - 1) * share}
     found: dict[str, list[float]] = {name: [] for name in variances}
-    for seed in range(splits):
+    for seed in range(20):
         rng = np.random.default_rng(seed)
         order = rng.permutation(len(y))
         test, train = order[:450], order[450:]
@@ -110,16 +111,12 @@ def utility(epsilon: float, clients: int = 10, splits: int = 20) -> dict[str, tu
     return {name: (float(np.mean(v)), float(np.std(v))) for name, v in found.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(
+    repeats: int = 3,
+    noise: Annotated[bool, typer.Option("--noise", help="accuracy of noised class means instead")] = False,
+) -> None:
     """Print a table for several numbers of clients."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--clients", type=int, nargs="+", default=[20, 100])
-    parser.add_argument("--numbers", type=int, default=HEAD, help="in the vector of a client")
-    parser.add_argument("--gone", type=int, default=GONE, help="clients whose vectors do not arrive")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--noise", action="store_true", help="accuracy of noised class means instead")
-    given = parser.parse_args(arguments)
-    if given.noise:
+    if noise:
         heads = "epsilon|none|at each client|shares, all 10 answer|shares, 7 answer and 1 helps the server"
         found = {epsilon: utility(epsilon).values() for epsilon in (0.5, 1, 2, 4, 8)}
         print(
@@ -127,10 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         return
     rows = []
-    for clients in given.clients:
-        runs = [measured(clients, given.numbers, given.gone) for _ in range(given.repeats)]
+    for clients in (20, 100):
+        runs = [measured(clients, HEAD, GONE) for _ in range(repeats)]
         best = {name: min(run[name] for run in runs) for name in runs[0]}
-        size = {name: f"{value / 1000:.1f} KB" for name, value in sizes(clients, given.numbers).items()}
+        size = {name: f"{value / 1000:.1f} KB" for name, value in sizes(clients, HEAD).items()}
         steps = [f"{1000 * best[name]:.1f} ms" for name in ("shares", "masks", "agree", "reveal")]
         server = f"{1000 * (best['add'] + best['open']):.0f} ms"
         sent = (size[n] for n in ("plain", "hidden", "up", "down"))

@@ -9,7 +9,6 @@ is the part of the seconds that is spent within the checks.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import statistics
@@ -17,10 +16,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
+import typer
 
 from fedapp import server_app
 from fedapp.client_app import app as client_app
@@ -153,12 +153,11 @@ def measure(pairs: int, folder: Path, only: str = "") -> Iterator[str]:
         yield f"| {name} | {slow:.3f} | {fast:.3f} | {ratio(found):.3f} | {interval} | {100 * part:.2f} % |"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(
+    pairs: Annotated[int, typer.Option(help="of rounds, with and without checks")] = 100,
+    only: Annotated[str, typer.Option(help="runs whose name begins so")] = "",
+) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=100, help="of rounds, with and without checks")
-    parser.add_argument("--only", default="", help="runs whose name begins so")
-    given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as name:
-        for line in measure(given.pairs, Path(name), given.only):
+        for line in measure(pairs, Path(name), only):
             print(line, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from fedapp import registry
 from fedapp.config import RunConfig, from_flat
 from fedapp.engines.local import run_local
+from fedapp.errors import BadRequest
 from fedapp.results.intervals import differences_of
 from fedapp.results.runs import RunResult
 from reproduction.studies import choosing
@@ -89,20 +91,9 @@ def test_one_command_runs_what_is_missing_and_makes_the_page(
     monkeypatch.setattr(choosing, "run_here", here)
     page, lines = tmp_path / "choosing.md", tmp_path / "choosing.jsonl"
     page.write_text(PAGE)
-    words = ["choosing", "--kept", str(lines), "--doc", str(page)]
-    run = [
-        *words,
-        "--out",
-        str(tmp_path / "runs"),
-        "--only",
-        "digits",
-        "--methods",
-        "fedgh,local,again",
-        "--workers",
-        "1",
-    ]
-    monkeypatch.setattr("sys.argv", run)
-    assert choosing.main() == 0 and "3 to run" in capsys.readouterr().err
+    made = partial(choosing.main, kept=lines, doc=page)
+    run = partial(made, tmp_path / "runs", only="digits", methods="fedgh,local,again", workers=1)
+    assert run() == 0 and "3 to run" in capsys.readouterr().err
     text = page.read_text()
     assert "In 1 setting with 1 seed each" in text and "| FedGH |" in text and text.count("between") == 3
     unmeasured = text.partition("Not measured yet: ")[2].partition(".\n")[0].split("; ")
@@ -117,16 +108,15 @@ def test_one_command_runs_what_is_missing_and_makes_the_page(
     counts = [round(share * total) for share, total in zip(fedgh.trained, fedgh.total, strict=True)]
     assert counts == table["trained_correct"].tolist() and list(fedgh.rows) == table["num_samples"].tolist()
     lines.unlink()
-    assert choosing.main() == 0 and "3 finished below" in capsys.readouterr().err, "runs that are there count"
+    assert run() == 0 and "3 finished below" in capsys.readouterr().err, "runs that are there count"
     assert len(begun) == 3
-    monkeypatch.setattr("sys.argv", words)
-    assert choosing.main() == 0 and page.read_text() == text, "without a folder: the same tables of what is kept"
-    for wrong, told in (("--only=digit", "no block 'digit', did you mean"), ("--methods=fedhg", "no method 'fedhg'")):
-        monkeypatch.setattr("sys.argv", [*words, wrong])
-        assert choosing.main() == 2 and told in capsys.readouterr().err
+    assert made() == 0 and page.read_text() == text, "without a folder: the same tables of what is kept"
+    for wrong, told in (({"only": "digit"}, "no block 'digit', did you mean"), ({"methods": "fedhg"}, "no method")):
+        with pytest.raises(BadRequest, match=told):
+            made(**wrong)
     page.write_text("nothing")
-    monkeypatch.setattr("sys.argv", words)
-    assert choosing.main() == 2 and "lacks the markers" in capsys.readouterr().err
+    with pytest.raises(BadRequest, match="lacks the markers"):
+        made()
 
 
 def with_rows(block: Block, method: str, seed: int, share: float, everywhere: float = 0.4) -> Kept:

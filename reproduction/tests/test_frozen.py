@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,11 +54,10 @@ def test_a_setting_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     page, lines = tmp_path / "page.md", tmp_path / "kept.jsonl"
     parts = ("answer", "settings", "rounds", "guards")
     page.write_text("".join(f"<!-- table:{part} -->\n<!-- /table:{part} -->\n" for part in parts))
-    words = ["frozen", "--kept", str(lines), "--doc", str(page)]
-    monkeypatch.setattr(sys, "argv", words)
-    assert frozen.main() == 0 and frozen.UNMEASURED in page.read_text()
-    monkeypatch.setattr(sys, "argv", [*words, "--features", str(tmp_path), "--out", str(tmp_path), "--seeds", "1"])
-    assert frozen.main() == 0
+    frozen.main(kept=lines, doc=page)
+    assert frozen.UNMEASURED in page.read_text()
+    again = partial(frozen.main, tmp_path, tmp_path, seeds=1, kept=lines, doc=page)
+    again()
     kept = frozen.load(lines)
     found = {model: scores for (_, _, model), scores in kept.items()}
     assert [*found] == [*frozen.OF_TEXTS, *frozen.MODELS]
@@ -69,7 +68,8 @@ def test_a_setting_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found[frozen.CHOOSING]["bytes"] == 2 * up + 8, "twice, and the number by which a client's own head is ahead"
     assert "global" not in found[frozen.CHOOSING] and "gain" not in found["alone"]
     monkeypatch.setattr(frozen, "measure", None)
-    assert frozen.main() == 0 and page.read_text().count("\n") > 8, "nothing is measured again"
+    again()
+    assert page.read_text().count("\n") > 8, "nothing is measured again"
 
 
 def test_heads_are_trained_in_rounds_with_a_searched_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,9 +41,8 @@ def test_one_command_runs_both_comparisons_and_makes_the_tables(
     page = tmp_path / "har.md"
     page.write_text("".join(f"<!-- table:{n} -->\n<!-- /table:{n} -->\nafter\n" for n in ("levels", "all-methods")))
     data, out = recordings(tmp_path / "har.npz"), tmp_path / "runs"
-    words = ["har", "--out", str(out), "--doc", str(page), "--kept", str(tmp_path / "kept.jsonl")]
-    monkeypatch.setattr("sys.argv", [*words, "--data", str(data), "--workers", "1"])
-    assert har.main() == 0
+    kept = tmp_path / "kept.jsonl"
+    assert har.main(data, out, 1, page, kept) == 0
     capsys.readouterr()
     text = page.read_text()
     fedavg = [line.split(" | ") for line in text.splitlines() if line.startswith("| FedAvg |")]
@@ -62,8 +61,9 @@ def test_one_command_runs_both_comparisons_and_makes_the_tables(
     gain = np.mean([r.summary["headline"]["value"] - a.summary["headline"]["value"] for r, a in zip(runs, alone)])
     assert fedavg[1][3] == "received" and fedavg[1][4].startswith(f"{100 * gain:+.1f} (")
 
-    monkeypatch.setattr("sys.argv", words)
-    assert har.main() == 0 and page.read_text() == text, "without data: the same tables of the runs that are there"
+    assert har.main(None, out, None, page, kept) == 0 and page.read_text() == text, (
+        "without data: the same tables of the runs that are there"
+    )
 
 
 def test_the_page_holds_the_table_of_the_kept_runs() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from fedapp.core.noise import seeded
 from fedapp.core.privacy import Joint, noise_for
+from fedapp.errors import BadRequest
 from fedapp.learning.releases import Releaser
 from fedapp.method import Reply
 from fedapp.models import build_model
@@ -127,24 +128,20 @@ def test_a_cell_is_the_score_of_a_run(
     assert score == pytest.approx(run, abs=1e-6)
 
 
-def test_one_command_makes_the_page_of_what_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_command_makes_the_page_of_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, kept = tmp_path / "privacy.md", tmp_path / "privacy.json"
     page.write_text(PAGE)
-    words = ["privacy", "--kept", str(kept), "--doc", str(page)]
-    monkeypatch.setattr("sys.argv", [*words, "--only", "cost", "--data", str(tmp_path)])
     monkeypatch.setattr(privacy, "costs", lambda: {"ccvr": {"plain": 1, "hidden": 2000, "noise_ms": 1, "mask_ms": 2,
                                                             "server_ms": 3}})  # fmt: skip
-    assert privacy.main() == 0
+    privacy.main(tmp_path, "cost", kept=kept, doc=page)
     text = page.read_text()
     assert "--only cost`, " in text and "seeds" not in text and text.count("between") == len(privacy.PARTS)
     assert "| CCVR |" in text and "2.0 KB" in text
     assert json.loads(kept.read_text())["made"]["cost"]["seeds"] == [0, 1, 2]
-    monkeypatch.setattr("sys.argv", words)
-    assert privacy.main() == 0 and page.read_text() == text
-    monkeypatch.setattr("sys.argv", [*words, "--only", "costs"])
-    assert privacy.main() == 2 and "no part 'costs'" in capsys.readouterr().err
+    privacy.main(kept=kept, doc=page)
+    assert page.read_text() == text
+    with pytest.raises(BadRequest, match="no part 'costs'"):
+        privacy.main(only="costs", kept=kept, doc=page)
 
 
 # ---- attacks ---------------------------------------------------------------------------------------------------------
