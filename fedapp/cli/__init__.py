@@ -456,8 +456,8 @@ def report(
     from fedapp import plugins
     from fedapp.results import report as reporting
 
-    with plugins.only(allow, installed=True), reporting.on_terminal() as progress:
-        page = reporting.write(directory, figures, progress)
+    with plugins.only(allow, installed=True):
+        page = reporting.write(directory, figures)
     echo(f"report: {page}")
     if figures is not None:
         echo(f"figures: {figures.expanduser().absolute()}")

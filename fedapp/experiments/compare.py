@@ -632,8 +632,7 @@ def _report(out: Path, finished: Sequence[Job]) -> None:
     try:
         from fedapp.results import report
 
-        with report.on_terminal() as progress:
-            report.write(out, progress=progress)
+        report.write(out)
     except Exception as e:
         echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {out} tries again)", err=True)
 

@@ -44,14 +44,13 @@ from fedapp.settings.evaluation import PROTOCOLS
 PAGE = "report.html"
 
 
-def write(directory: str | Path, figures_to: str | Path | None = None, progress: Progress | None = None) -> Path:
-    """Write `report.html` into a run directory or the folder of a comparison.
+def write(directory: str | Path, figures_to: str | Path | None = None) -> Path:
+    """Write `report.html` into a run directory or the folder of a comparison; a terminal shows what is being drawn.
 
     Parameters
     ----------
     directory : a run directory (finished or not), or a folder with run directories below it.
     figures_to : folder for the figures as PNG and SVG files too.
-    progress : hears of each figure before it is drawn: its number, how many there are, its title.
 
     Returns
     -------
@@ -63,7 +62,7 @@ def write(directory: str | Path, figures_to: str | Path | None = None, progress:
     """
     found = read(Path(directory))
     # Several threads wait for each other longer than they help with figures of this size.
-    with threadpool_limits(limits=1):
+    with threadpool_limits(limits=1), on_terminal() as progress:
         if isinstance(found, RunResult):
             gallery = figures.of_run(found, progress)
             page = of_run(found, gallery)
@@ -83,10 +82,7 @@ def write(directory: str | Path, figures_to: str | Path | None = None, progress:
 
 @contextmanager
 def on_terminal() -> Iterator[Progress]:
-    """Show on the terminal which figure is being drawn, in a line that vanishes; nothing where stderr is no terminal.
-
-    The parameter `progress` of :func:`write` takes what it yields.
-    """
+    """Show on the terminal which figure is being drawn, in a line that vanishes."""
     screen = Screen(stderr=True, highlight=False)
     if not screen.is_terminal:  # in a notebook rich would warn of a missing ipywidgets with each figure
         yield lambda number, count, title: None

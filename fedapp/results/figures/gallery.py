@@ -74,23 +74,18 @@ class Gallery:
         """All figures."""
         return [d for drawings in self.sections.values() for d in drawings]
 
-    def add(self, job: Job) -> None:
-        """Draw; what cannot be drawn is listed with the reason."""
-        try:
-            found = list(job.draw())
-        except Unavailable as e:
-            self.missing.append(Missing(job.title, e.why, e.command))
-        except Exception as e:  # one figure must not cost the reader the whole page; the page names the error
-            self.missing.append(Missing(job.title, f"it could not be drawn: {type(e).__name__}: {e}"))
-        else:
-            self.sections.setdefault(job.section, []).extend(found)
-
-    def add_all(self, jobs: Sequence[Job], progress: Progress | None = None) -> None:
-        """Draw all jobs in turn; see :meth:`add`."""
+    def add_all(self, jobs: Sequence[Job], progress: Progress) -> None:
+        """Draw all jobs in turn; what cannot be drawn is listed with the reason."""
         for number, job in enumerate(jobs, 1):
-            if progress is not None:
-                progress(number, len(jobs), job.title)
-            self.add(job)
+            progress(number, len(jobs), job.title)
+            try:
+                found = list(job.draw())
+            except Unavailable as e:
+                self.missing.append(Missing(job.title, e.why, e.command))
+            except Exception as e:  # one figure must not cost the reader the whole page; the page names the error
+                self.missing.append(Missing(job.title, f"it could not be drawn: {type(e).__name__}: {e}"))
+            else:
+                self.sections.setdefault(job.section, []).extend(found)
 
 
 def _known(name: str, runs: Runs, more: str = "") -> Job:
@@ -144,7 +139,7 @@ def _uses(run: RunResult, name: str) -> bool:
     return name != "who-learns-from-whom" or run.method in registry.blending()
 
 
-def of_run(run: RunResult, progress: Progress | None = None) -> Gallery:
+def of_run(run: RunResult, progress: Progress = lambda number, count, title: None) -> Gallery:
     """Draw all figures that a run directory holds the data for; `progress` is called before each of them."""
     gallery = Gallery()
     shown = titled(run)
@@ -154,7 +149,7 @@ def of_run(run: RunResult, progress: Progress | None = None) -> Gallery:
     return gallery
 
 
-def of_comparison(comparison: Comparison, progress: Progress | None = None) -> Gallery:
+def of_comparison(comparison: Comparison, progress: Progress = lambda number, count, title: None) -> Gallery:
     """Draw all figures that the runs of a comparison hold the data for; a method looks the same in all of them."""
     gallery = Gallery()
     try:
