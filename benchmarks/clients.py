@@ -2,38 +2,37 @@
 
 `python -m benchmarks.clients` runs LG-FedAvg, whose clients keep a model of their own on disk, with 100 clients a round
 on images of 8 x 8 pixels, 7 to train on and one to test on for each client.
-`--set dataset=mnist --set data-dir=DIR` takes real ones. It prints a table of wall-clock seconds and, in brackets,
-processor seconds of all processes, which a busy machine changes less. `--out FILE` writes JSON.
+It prints a table of wall-clock seconds and, in brackets, processor seconds of all processes, which a busy machine
+changes less.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import psutil
+import typer
 
 from benchmarks import memory
 from benchmarks.pages import markdown
 from benchmarks.rounds import submit
-from fedapp.cli.options import collect
 from fedapp.config import from_flat
 from fedapp.engines import local as engine
 from fedapp.engines import superlink as launch
 
 IMAGES = (7, 1)
 """Images of each client, to train on and to test on."""
+A_ROUND = 100
+"""Clients of a round."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,11 @@ class Marks:
         )  # fmt: skip
 
 
-def measure(folder: Path, name: str, clients: int, a_round: int, rounds: int, **values: Any) -> Point:
+def measure(folder: Path, name: str, clients: int, a_round: int, rounds: int) -> Point:
     """Run one point; `name` is `ray` or `local`."""
     out = folder / "out"
     data = images(folder / "data", clients, IMAGES)
-    flat = configuration(data, out, clients, a_round, rounds, **values)
+    flat = configuration(data, out, clients, a_round, rounds)
     if name == "local":
         marks = Marks(lambda: [psutil.Process()])
         engine.run_local(from_flat(flat), marks)
@@ -153,41 +152,26 @@ def measure(folder: Path, name: str, clients: int, a_round: int, rounds: int, **
     return marks.point(name, flat, a_round, watch.peak)
 
 
-def table(points: list[Point]) -> str:
-    """Return the points as a table of Markdown."""
-    rows = []
-    for p in points:
-        cells = [f"{wall:.2f} ({cpu:.2f})" for wall, cpu in
-                 ((p.start, p.start_cpu), (p.round, p.round_cpu), (p.final, p.final_cpu))]  # fmt: skip
-        share = f"{p.final_cpu / (10 * p.round_cpu):.2f}" if p.round_cpu else "-"
-        held = f"{p.early / 1e6:,.0f} to {p.late / 1e6:,.0f}, {p.peak / 1e6:,.0f}"
-        rows.append((p.engine, f"{p.clients:,}", p.a_round, *cells, share, held))
+def table(p: Point) -> str:
+    """Return the figures of a run as a table of Markdown."""
+    cells = [f"{wall:.2f} ({cpu:.2f})" for wall, cpu in
+             ((p.start, p.start_cpu), (p.round, p.round_cpu), (p.final, p.final_cpu))]  # fmt: skip
+    share = f"{p.final_cpu / (10 * p.round_cpu):.2f}" if p.round_cpu else "-"
+    held = f"{p.early / 1e6:,.0f} to {p.late / 1e6:,.0f}, {p.peak / 1e6:,.0f}"
     heads = "engine|clients:|a round:|start s:|round s:|last scores s:|over ten rounds:|memory MB, peak:"
-    return "\n".join(markdown(heads, rows))
+    return "\n".join(markdown(heads, [(p.engine, f"{p.clients:,}", p.a_round, *cells, share, held)]))
 
 
-def main() -> None:
-    """Measure the points of the command line, each in a folder of its own, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("ray", "local"), default="ray")
-    parser.add_argument("--clients", default="100,1000,10000", help="numbers of clients (default: %(default)s)")
-    parser.add_argument("--a-round", type=int, default=100, help="clients of a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=6, help="rounds, the first of which does not count")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a run-config key")
-    parser.add_argument("--out", type=Path, help="file for the figures, to which they are added")
-    options = parser.parse_args()
-    values = collect({}, options.set)
-    points = []
-    for clients in map(int, options.clients.split(",")):
+def main(
+    engine: Literal["ray", "local"] = "ray",
+    clients: Annotated[str, typer.Option(help="numbers of clients")] = "100,1000,10000",
+    rounds: Annotated[int, typer.Option(help="the first of which does not count")] = 6,
+) -> None:
+    """Measure each number of clients in a folder of its own, and print its table."""
+    for count in map(int, clients.split(",")):
         with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder:
-            a_round = min(clients, options.a_round)
-            points.append(measure(Path(folder), options.engine, clients, a_round, options.rounds, **values))
-        if options.out is not None:
-            kept = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
-            options.out.write_text(json.dumps([*kept, asdict(points[-1])], indent=1) + "\n", encoding="utf-8")
-        sys.stdout.write(table(points[-1:]) + "\n")
-        sys.stdout.flush()
+            print(table(measure(Path(folder), engine, count, min(count, A_ROUND), rounds)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

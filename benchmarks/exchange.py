@@ -7,18 +7,18 @@ turns. It also counts the processor seconds of all processes by their kinds.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import pandas as pd
 import psutil
+import typer
 
 from benchmarks.pages import markdown
 from fedapp import process
@@ -86,17 +86,16 @@ def used(it: Deployment) -> dict[str, float]:
     return found
 
 
-def run(kind: type[Deployment], cold: bool, folder: Path, rounds: int, settings: Sequence[str]) -> Turn:
+def run(kind: type[Deployment], cold: bool, folder: Path, rounds: int) -> Turn:
     """Return what a run of so many rounds took."""
     out, turn = folder / "run", Turn()
     with deployed(folder / "deployment", kind, nodes=NODES[:2]) as it:
         it.up(*NODES[:2], parts=2, cold=cold)
         time.sleep(5)  # warm processes have imported what they need
         before = used(it)
-        sets = [word for pair in settings for word in ("--set", pair)]
         done = it.begin(
             "run", "--engine", "deploy", "--superlink", "superlink", "--method", "fedavg", "--clients", "2",
-            "--rounds", str(rounds), "--out", str(out), *sets,
+            "--rounds", str(rounds), "--out", str(out),
         )  # fmt: skip
         most: dict[str, float] = {}
         while done.poll() is None:
@@ -111,22 +110,19 @@ def run(kind: type[Deployment], cold: bool, folder: Path, rounds: int, settings:
     return turn
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(
+    turns: int = 2,
+    rounds: Annotated[int, typer.Option(help="of a run, of which the first does not count")] = 7,
+) -> None:
     """Print the tables, and what every turn took."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7, help="of a run, of which the first does not count")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a run-config key")
-    parser.add_argument("--only", choices=KINDS, action="append", help="measure these deployments alone")
-    given = parser.parse_args(arguments)
-    turns: dict[str, list[Turn]] = {kind: [] for kind in given.only or KINDS}
-    for turn in range(given.turns):
-        for name in list(turns)[:: -1 if turn % 2 else 1]:
+    done: dict[str, list[Turn]] = {kind: [] for kind in KINDS}
+    for turn in range(turns):
+        for name in list(done)[:: -1 if turn % 2 else 1]:
             with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder:
-                found = run(*KINDS[name], Path(folder), given.rounds, given.set)
+                found = run(*KINDS[name], Path(folder), rounds)
             print(f"turn {turn + 1}, {name}: " + ", ".join(f"{took:.1f}" for took in found.seconds), flush=True)
-            turns[name].append(found)
-    print("\n".join(table(turns)))
+            done[name].append(found)
+    print("\n".join(table(done)))
     print(f"\n{psutil.cpu_count()} cores of {process.processor()}; load {psutil.getloadavg()[1]:.1f} at the end")
 
 
@@ -149,4 +145,4 @@ def table(turns: dict[str, list[Turn]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
