@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -97,7 +97,8 @@ def read_table(path: Path) -> pd.DataFrame:
         content = path.read_bytes()
         # A number that was cut off in the middle is a number too: only its line's end says that it is whole.
         whole = content[: content.rfind(b"\n") + 1]
-        return mapped(pd.read_csv(io.BytesIO(whole)), uncelled) if whole.strip() else pd.DataFrame()
+        table = pd.read_csv(io.BytesIO(whole)) if whole.strip() else pd.DataFrame()
+        return mapped(table, uncelled) if b"'" in whole else table
     except FileNotFoundError:
         return pd.DataFrame()
     except (OSError, ValueError, OverflowError) as e:
@@ -115,7 +116,21 @@ def refuse(path: Path, said: str) -> None:
         raise BadRequest(f"{path} is damaged ({said}): take another copy of {path.parent}, or remove it and run again")
 
 
-def _table(name: str, *whole: str) -> cached_property[pd.DataFrame]:
+_T = TypeVar("_T")
+
+
+class once(cached_property[_T]):
+    """A value that is read once for a run, under all labels that `replace` gives it."""
+
+    def __get__(self, run: Any, owner: type[Any] | None = None) -> _T:  # type: ignore[override]
+        name = str(self.attrname)
+        if name not in run.known:
+            run.known[name] = self.func(run)
+        value: _T = run.known[name]
+        return value
+
+
+def _table(name: str, *whole: str) -> once[pd.DataFrame]:
     """Read a table whose columns `whole` have a whole number in each row."""
 
     def read_whole(run: RunResult) -> pd.DataFrame:
@@ -123,10 +138,10 @@ def _table(name: str, *whole: str) -> cached_property[pd.DataFrame]:
         refuse(run.out / name, forms.wrong_table(table, whole))
         return table
 
-    return cached_property(read_whole)
+    return once(read_whole)
 
 
-def _json(name: str, wrong: Callable[[Mapping[str, Any]], str] = lambda _: "") -> cached_property[dict[str, Any]]:
+def _json(name: str, wrong: Callable[[Mapping[str, Any]], str] = lambda _: "") -> once[dict[str, Any]]:
     """Read a JSON file; `wrong` returns its damage."""
 
     def read_whole(run: RunResult) -> dict[str, Any]:
@@ -134,7 +149,7 @@ def _json(name: str, wrong: Callable[[Mapping[str, Any]], str] = lambda _: "") -
         refuse(run.out / name, wrong(value))
         return value
 
-    return cached_property(read_whole)
+    return once(read_whole)
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -149,6 +164,7 @@ class RunResult:
     out : the run directory.
     label : in a comparison the method's id with its own values, `fedprox(mu=0.1)`; else the id.
     setting : in a comparison the run-config keys in which its settings differ, without those of the method.
+    known : what was read of the directory so far, by attribute.
     rounds, clients : `rounds.csv` and `clients.csv`, one row per round, and one row per client and round.
     evaluations : `evaluations.csv`, one row per evaluation of all clients between rounds.
     final : `final.csv`, one row per client, scored after the last round.
@@ -163,6 +179,7 @@ class RunResult:
     out: Path
     label: str = ""
     setting: Mapping[str, Any] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict, repr=False)
 
     rounds, clients = _table("rounds.csv", "round"), _table("clients.csv", "round", "client")
     evaluations = _table("evaluations.csv", "round")
@@ -172,7 +189,7 @@ class RunResult:
     versions = _json("versions.json", partial(forms.wrong, forms.Singles))
     card, error = _json("data_card.json", forms.wrong_card), _json("error.json")
 
-    @cached_property
+    @once
     def flat(self) -> dict[str, Any]:
         """`config.toml`, the run-config as it was written.
 
@@ -190,7 +207,7 @@ class RunResult:
         refuse(file, forms.wrong_config(value))
         return value
 
-    @cached_property
+    @once
     def _accepted(self) -> tuple[RunConfig | None, str]:
         try:
             return configuration.from_flat({**configuration.without_former(self.flat), "resume": False}), ""
@@ -247,7 +264,7 @@ class RunResult:
         """Names of the classes, from the data card."""
         return tuple(str(c) for c in self.card.get("classes", ()))
 
-    @cached_property
+    @once
     def names(self) -> tuple[str, ...]:
         """The clients' own names, each as it may stand in a line; empty where the data have none."""
         return tuple(in_lines(str(name) for name in self.card.get("names", ())))
@@ -261,12 +278,12 @@ class RunResult:
         """(K, C) training images by client and class; (0, 0) without a data card."""
         return np.array(self.card.get("train", np.zeros((0, 0))), dtype=np.int64)
 
-    @property
+    @once
     def alone(self) -> bool:
         """Whether clients receive nothing (Standalone) and have one score, that after local training."""
         return "trained_accuracy" in self.rounds and (self.out / RUN_MARK).is_file() and self.method == "local"
 
-    @property
+    @once
     def protocols(self) -> tuple[str, ...]:
         """Protocols that were measured, in the order of the tables; `trained` alone for Standalone."""
         measured = tuple(p for p in PROTOCOL_TEXT if any(f"{p}_accuracy" in t for t in (self.rounds, self.final)))
@@ -312,13 +329,11 @@ class RunResult:
         scored) and `bytes` (of all clients in the completed rounds, both ways); no rows where nothing was measured.
         Where validation images chose the round, its score stands at that round, and the curve goes on behind it.
         """
-        if (protocol, everyone) not in self._curves:
-            self._curves[protocol, everyone] = self._curve(protocol, everyone)
-        return self._curves[protocol, everyone]
-
-    @cached_property
-    def _curves(self) -> dict[tuple[str, bool], pd.DataFrame]:
-        return {}
+        name = f"curve {protocol} {everyone}"
+        if name not in self.known:
+            self.known[name] = self._curve(protocol, everyone)
+        curve: pd.DataFrame = self.known[name]
+        return curve
 
     def _curve(self, protocol: str, everyone: bool) -> pd.DataFrame:
         names = {
@@ -328,37 +343,38 @@ class RunResult:
         rounds = self.rounds
         if names["accuracy"] not in rounds:
             return pd.DataFrame(columns=["completed", *names, "clients", "bytes"])
-        after = 0 if protocol == "global" else 1
         moved = dict(zip([0, *rounds["round"]], [0.0, *traffic(rounds)]))
         last = int(rounds["round"].max()) if len(rounds) else 0
-        scored = int(self.summary.get("round") or last)
-        ends = rounds.assign(completed=rounds["round"] - after)
-        if after and self.sampled and names["accuracy"] in self.evaluations:
-            ends = self.evaluations.assign(completed=self.evaluations["round"])
-        if protocol == "global":
-            ended = pd.DataFrame(
-                [{names["accuracy"]: self.score("global"), names["balanced"]: self.score("global", "balanced")}]
-            )
-        else:
-            told = self.final.filter(like=f"{protocol}_")
-            ended = pd.DataFrame([summarise(told.to_dict("records"), [protocol])] if len(told) else [])
-            ended["clients"] = len(self.final)
-            pooled = (self.summary.get("pooled") or {}).get(protocol)
-            if len(ended) and pooled is not None:
-                ended[names["pooled"]] = pooled  # the server knows up to how many test images a client is believed
+        ends, completed = rounds, (rounds["round"] - (protocol != "global")).tolist()
+        if protocol != "global" and self.sampled and names["accuracy"] in self.evaluations:
+            ends, completed = self.evaluations, self.evaluations["round"].tolist()
+        unknown = [math.nan] * len(ends)
+        columns = [ends[c].tolist() if c in ends else unknown for c in (*names.values(), "clients")]
+        points = list(zip(completed, *columns))
         # Each client as it was last trained: where all take part, the last row of rounds.csv says it already.
-        repeated = protocol == "trained" and not self.final_training and not self.sampled
-        if len(ended) and not repeated:
-            ends = pd.concat([ends, ended.assign(completed=scored)])
-        curve = ends.reindex(columns=["completed", *names.values(), "clients"]).set_axis(
-            ["completed", *names, "clients"], axis=1
-        )
-        curve = curve.dropna(subset=["accuracy"]).drop_duplicates(["completed", "accuracy"], keep="first")
-        if self.selected:
-            curve = curve.sort_values("completed", kind="stable")
-        if everyone and protocol != "global":
-            curve = curve[curve["clients"] == max(len(self.final), int(self.summary.get("clients") or 0))]
-        return curve.assign(bytes=[moved.get(c, 0.0) for c in curve["completed"]]).reset_index(drop=True)
+        if protocol != "trained" or self.final_training or self.sampled:
+            points.append((int(self.summary.get("round") or last), *self._last_scores(protocol, names)))
+        first: dict[tuple[int, float], tuple[float, ...]] = {}
+        for done, accuracy, *others in points:
+            if accuracy == accuracy:
+                first.setdefault((done, accuracy), (*others, moved.get(done, 0.0)))
+        clients = max(len(self.final), int(self.summary.get("clients") or 0))
+        order = sorted(first, key=lambda point: point[0]) if self.selected else first
+        some = protocol != "global" and everyone
+        rows = [(*point, *first[point]) for point in order if not some or first[point][-2] == clients]
+        return pd.DataFrame(rows, columns=["completed", *names, "clients", "bytes"])
+
+    def _last_scores(self, protocol: str, names: Mapping[str, str]) -> tuple[float, ...]:
+        """Return the scores of the final evaluation in the order of `names`, and how many clients it scored."""
+        if protocol == "global":
+            known = {"accuracy": self.score("global"), "balanced": self.score("global", "balanced")}
+            return *(known.get(name, math.nan) for name in names), math.nan
+        told = {c: self.final[c].tolist() for c in self.final if c.startswith(f"{protocol}_")}
+        found = summarise([dict(zip(told, row)) for row in zip(*told.values())], [protocol])
+        pooled = (self.summary.get("pooled") or {}).get(protocol)
+        if pooled is not None:
+            found[names["pooled"]] = pooled  # the server knows up to how many test images a client is believed
+        return *(found[column] for column in names.values()), len(self.final)
 
     def score(self, protocol: str, name: str = "last") -> float:
         """Return one number of the summary, `last`, `best`, `participants`, ...; NaN where it is missing.
@@ -403,7 +419,7 @@ class RunResult:
             return pd.DataFrame(columns=[*columns.values()], dtype=float)
         return self.final.set_index("client")[[*columns]].rename(columns=columns)
 
-    @cached_property
+    @once
     def confusions(self) -> dict[str, Ints]:
         """`final_confusion.npz`: `client` (M,), and (M, C, C) counts by score; empty where none were measured."""
         try:

@@ -58,12 +58,12 @@ def sides(counts: pd.DataFrame, alone: pd.DataFrame) -> pd.DataFrame:
     -------
     One row per client: `side`, `score` and `alone` (shares of correct rows).
     """
-    both = counts.join(alone.add_suffix("_alone"), how="inner").dropna()
-    both = both[both["total"] > 0]
-    n, c, without = both["total"], both["correct"], both["correct_alone"]
+    both = counts.join(alone.add_suffix("_alone"), how="inner")
+    both = both[(both["total"] > 0).to_numpy() & ~np.isnan(both.to_numpy(float)).any(axis=1)]
+    n, c, without = (both[name].to_numpy(float) for name in ("total", "correct", "correct_alone"))
     error = np.sqrt(c * (1 - c / n) + without * (1 - without / n))
-    side = np.sign(c - without) * ((c - without).abs() > np.maximum(1.0, error))
-    return pd.DataFrame({"side": side, "score": c / n, "alone": without / n})
+    side = np.sign(c - without) * (np.abs(c - without) > np.maximum(1.0, error))
+    return pd.DataFrame({"side": side, "score": c / n, "alone": without / n}, both.index)
 
 
 def harm(counts: pd.DataFrame, alone: pd.DataFrame) -> tuple[float, float, float]:

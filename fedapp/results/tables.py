@@ -112,9 +112,8 @@ def _named_clients(runs: Sequence[RunResult], reference: str) -> pd.DataFrame:
     """
     scores: dict[str, dict[int, pd.Series]] = {}
     for run in runs:
-        counts = run.headline_counts()
-        if run.names and len(counts) <= MOST_NAMED:
-            counts = counts.rename(index=dict(enumerate(run.names)))
+        if 0 < len(run.names) <= MOST_NAMED:
+            counts = run.headline_counts().rename(index=dict(enumerate(run.names)))
             scores.setdefault(run.label, {})[run.seed] = counts["correct"] / counts["total"]
     by_name = {v: pd.DataFrame(found).agg(spread, axis=1) for v, found in scores.items()}
     alone = pd.DataFrame(scores.get(reference, {}))

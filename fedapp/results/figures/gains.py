@@ -12,7 +12,7 @@ from fedapp.results.analysis import Unavailable
 from fedapp.results.answers import Answer
 from fedapp.results.figures import plots
 from fedapp.results.figures.pieces import Curve
-from fedapp.results.figures.scores import COMPLETED, bands, by_method, mean_curve
+from fedapp.results.figures.scores import COMPLETED, bands, by_method, by_round, mean_curve
 from fedapp.results.figures.style import Drawing
 from fedapp.results.figures.words import Runs, percent
 from fedapp.results.intervals import in_words
@@ -174,7 +174,7 @@ def recall(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
 
 def curves(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
     """Draw each method's headline by completed rounds, less that of training alone after as many."""
-    alone = {(r.seed, r.data_seed): r.curve("trained") for r in reversed(runs) if r.alone}
+    alone = {(r.seed, r.data_seed): by_round(r, "trained") for r in reversed(runs) if r.alone}
     if len(alone) == 1:
         raise Unavailable("one seed has no differences", "fedapp compare ... --seeds 3")
     lines = []
@@ -182,13 +182,9 @@ def curves(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
         tables = []
         for run in members:
             if not run.alone and (run.seed, run.data_seed) in alone:
-                own, without = (
-                    t.drop_duplicates("completed", keep="last").set_index("completed")["accuracy"]
-                    for t in (run.curve(run.headline), alone[run.seed, run.data_seed])
-                )
-                tables.append((100 * (own - without)).dropna().rename("gain").reset_index())
+                tables.append((100 * (by_round(run, run.headline) - alone[run.seed, run.data_seed])).dropna())
         if tables and len(table := pd.concat(tables)):
-            lines.append(mean_curve(label, table))
+            lines.append(mean_curve(label, table.reset_index()))
     if not lines:
         raise Unavailable("no run of training alone to compare curves with", "fedapp compare --methods local,...")
     ends = "; ".join(f"{c.label} {c.mean[-1]:+.1f}" for c in lines)

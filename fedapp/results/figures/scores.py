@@ -134,6 +134,15 @@ def mean_curve(label: str, table: pd.DataFrame) -> Curve:
     return Curve(label, found.index.to_numpy(float), found["mean"].to_numpy(), found["std"].to_numpy())
 
 
+def by_round(run: RunResult, protocol: str, what: str = "accuracy") -> pd.Series:
+    """Return the scores of a curve by completed rounds.
+
+    After a repair of the head two scores stand at the last round; the table shows the later one.
+    """
+    scores = run.curve(protocol).set_index("completed")[what].dropna()
+    return scores[~scores.index.duplicated(keep="last")]
+
+
 def bands(runs: Runs) -> str:
     """Say what bands of several seeds are; an empty string for one seed, and where too many would lie on each other."""
     seeds = len({r.seed for r in runs})
@@ -156,11 +165,9 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
         panels: dict[str, list[Curve]] = {}
         for p in PROTOCOL_TEXT:
             for label, members in by_method(runs).items():
-                found = [r.curve(p).dropna(subset=[what]) for r in members if p in r.protocols]
-                # After a repair of the head two scores stand at the last round; the table shows the later one.
-                found = [t.drop_duplicates("completed", keep="last")[["completed", what]] for t in found if len(t)]
+                found = [s for r in members if p in r.protocols and len(s := by_round(r, p, what))]
                 if found:
-                    panels.setdefault(named(p), []).append(mean_curve(label, pd.concat(found)))
+                    panels.setdefault(named(p), []).append(mean_curve(label, pd.concat(found).reset_index()))
         if panels:
             ends = "; ".join(
                 f"{p}: " + ", ".join(f"{c.label} {percent(c.mean[-1])}" for c in lines) for p, lines in panels.items()

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import matplotlib as mpl
 from matplotlib.artist import Artist
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
@@ -183,11 +184,14 @@ class Drawing:
         ----------
         text : keep letters as text (for a page); False turns them into outlines (for a paper, whatever its fonts).
         """
-        buffer = io.StringIO()
+        buffer, dpi = io.StringIO(), self.figure.dpi
+        self.figure.set_facecolor("none" if text else "white")
         with mpl.rc_context({**SETTINGS, "svg.fonttype": "none" if text else "path"}):
-            self.figure.savefig(
-                buffer, format="svg", metadata={"Date": None, "Creator": None}, facecolor="none" if text else "white"
+            # `savefig` draws twice, the first time for the layout alone, which is part of each drawing.
+            FigureCanvasSVG(self.figure).print_svg(  # type: ignore[no-untyped-call]
+                buffer, metadata={"Date": None, "Creator": None}
             )
+        self.figure.dpi = dpi
         # Names of methods are no ids: a method has several lines.
         svg = re.sub(r' id="(marks\d+)method', r' id="\1" id="method', buffer.getvalue())
         return re.sub(r' id="method(\d+)"', r' data-method="\1"', svg)

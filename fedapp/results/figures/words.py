@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -24,9 +24,7 @@ percent = partial(statistics.percent, unit=" %")
 
 def titled(run: RunResult) -> RunResult:
     """Return the same run, labelled as a page shows it."""
-    named = copy.copy(run)  # with the tables that were read already
-    object.__setattr__(named, "label", title_of(run.label))
-    return named
+    return replace(run, label=title_of(run.label))
 
 
 def each(runs: Runs, make: Callable[[RunResult], _T]) -> dict[str, _T]:
