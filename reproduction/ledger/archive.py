@@ -50,6 +50,8 @@ LATER = {
 }  # fmt: skip
 """Hyperparameters that methods got after runs were kept, with the values that change no number."""
 TABLES = ("final", "rounds", "evaluations")
+HPARAMS = "hparams"
+"""Where a run of the archive has the hyperparameters that it was made with."""
 COLUMNS = re.compile(r"round|client|clients|dropped|bytes_up|bytes_down|[a-z]+_(accuracy|correct|total)")
 """Columns of the tables that are kept: those that `claims` and `reproduce` read."""
 
@@ -93,19 +95,6 @@ class Line(Entry):
     final: Table
     rounds: Table
     evaluations: Table = Field(default_factory=dict)
-
-
-class KeptRun(RunResult):
-    """A run of the archive: what is kept of it is set, and there is no directory."""
-
-    def __init__(self, out: Path, **kept: Any) -> None:
-        super().__init__(out)
-        self.__dict__.update(kept)
-
-    @property
-    def alone(self) -> bool:
-        """Whether clients receive nothing (Standalone)."""
-        return self.method == "local"
 
 
 @dataclass(frozen=True)
@@ -239,14 +228,14 @@ def _refusal(key: RunKey, run: RunResult) -> str:
     another version.
     """
     made, now = run.versions.get("fedapp", "an unknown version"), __version__
-    if not isinstance(run, KeptRun) and made != now:
+    if HPARAMS not in run.known and made != now:
         return f"made by fedapp {made}, and this is {now}, whose defaults may differ: run it again in a new folder"
     return run.problem or differing(key, run.flat, _hparams(run)) or fault(run)
 
 
 def _hparams(run: RunResult) -> dict[str, Any]:
     assert run.config is not None
-    hparams: dict[str, Any] = vars(run)["hparams"] if isinstance(run, KeptRun) else identity(run.config)[1]
+    hparams: dict[str, Any] = run.known[HPARAMS] if HPARAMS in run.known else identity(run.config)[1]
     return hparams
 
 
@@ -337,14 +326,15 @@ def _take(found: Archive, path: Path, common: Common, line: Line) -> None:
     for name in TABLES:
         table = pd.DataFrame(getattr(line, name)).apply(pd.to_numeric)
         tables[name] = table.assign(**{k: v for k, v in _shares(table).items() if k not in table})
-    run = KeptRun(
-        path.parent / key.folder, flat=flat, hparams=line.hparams, versions={**common.versions, **line.versions},
-        summary=line.summary.model_dump(exclude_unset=True), **tables,
-    )  # fmt: skip
+    known = {
+        "flat": flat, HPARAMS: line.hparams, "versions": {**common.versions, **line.versions}, **tables,
+        "summary": line.summary.model_dump(exclude_unset=True), "alone": flat.get("method") == "local",
+    }  # fmt: skip
+    run = RunResult(path.parent / key.folder, known=known)  # there is no directory
     found.seconds[key] = line.summary.seconds
     try:
-        known = key.study in studies() and key.variant in studies()[key.study].variants
-        why = differing(key, flat, line.hparams) if known else "the ledger has no such run any more"
+        asked = key.study in studies() and key.variant in studies()[key.study].variants
+        why = differing(key, flat, line.hparams) if asked else "the ledger has no such run any more"
     except BadRequest as e:
         why = str(e)
     if why:

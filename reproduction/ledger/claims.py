@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-import pandas as pd
 from pydantic import BeforeValidator, Field
 
 from fedapp.errors import BadRequest
@@ -121,15 +120,6 @@ class Evidence:
         found = [self.runs(pair) for pair in pairs]
         fewest = min(map(len, found))
         return [runs[:fewest] for runs in found]
-
-    def means(self, pairs: Sequence[Pair], protocol: str) -> tuple[Floats, Floats, Floats]:
-        """Return of two variants the mean accuracy over clients of each seed, and that of the clients' differences."""
-        x, y = (
-            pd.DataFrame({seed: run.final.set_index("client")[f"{protocol}_accuracy"] for seed, run in enumerate(runs)})
-            for runs in self.common(pairs)
-        )
-        first, second, difference = (table.mean().to_numpy(dtype=np.float64) for table in (x, y, x - y))
-        return first, second, difference
 
     def level(self, seeds: int) -> float:
         """Return the level at which a claim with so many seeds is decided."""
@@ -236,7 +226,8 @@ class BetterOverClients(Rule):
 
     def decide(self, e: Evidence) -> Verdict:
         """Decide it."""
-        x, y, d = e.means(self.runs(), self.protocol)
+        x, y = e.seeds(self.runs(), [MEASURES[self.protocol]] * 2)
+        d = x - y
         text = f"{spread(x)} against {spread(y)} ({self.protocol})"
         return over_seeds(d, e.resolution(self.runs()), text, e.level(len(d)))
 
@@ -252,7 +243,8 @@ class EqualOverClients(Rule):
 
     def decide(self, e: Evidence) -> Verdict:
         """Decide it; an interval that lies outside the margin decides against it."""
-        x, y, d = e.means(self.runs(), self.protocol)
+        x, y = e.seeds(self.runs(), [MEASURES[self.protocol]] * 2)
+        d = x - y
         level = e.level(len(d))
         half = differences_of({"": d}, e.resolution(self.runs()))[""].half_width(level)
         low, high = float(d.mean()) - half, float(d.mean()) + half

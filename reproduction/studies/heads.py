@@ -18,6 +18,7 @@ import typer
 
 from benchmarks.pages import markdown
 from fedapp.engines.local import run
+from fedapp.results.statistics import spread
 
 OTHERS = {
     "fed3r": "lam=0.01", "fed3r, normalised": "lam=0.01 normalise=true", "lda": "", "fedncm": "", "fedcof": "gamma=1",
@@ -43,10 +44,8 @@ def table(rows: list[dict[str, float]]) -> str:
     """Return a table of means over seeds, the best first, and in how many seeds each head was first."""
     lines = []
     for name in sorted(rows[0], key=lambda n: -np.mean([r[n] for r in rows])):
-        values = [r[name] for r in rows]
-        spread = f" ± {np.std(values, ddof=1):.1f}" if len(rows) > 1 else ""
         first = sum(r[name] == max(r.values()) for r in rows)
-        lines.append((name, f"{np.mean(values):.1f}{spread}", first))
+        lines.append((name, spread((r[name] for r in rows), factor=1), first))
     return "\n".join(markdown(f"head|{len(rows)} seeds:|first in:", lines))
 
 

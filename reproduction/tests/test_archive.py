@@ -20,6 +20,7 @@ from fedapp import __version__ as VERSION
 from fedapp import config
 from fedapp.engines import local, pool
 from fedapp.errors import BadRequest
+from fedapp.results.runs import RunResult
 from reproduction.__main__ import app
 from reproduction.ledger import archive, reproduce
 from reproduction.ledger import studies as study_module
@@ -262,7 +263,9 @@ def test_a_run_that_stopped_by_patience_has_fewer_rounds(tmp_path: Path) -> None
 
     def fault(patience: int, first: int, last: int) -> str:
         parts = {"flat": {**run.flat, "patience": patience}, "rounds": run.rounds[first - 1 : last]}
-        return archive.fault(archive.KeptRun(run.out, final=run.final, summary=run.summary, evaluations=[], **parts))
+        return archive.fault(
+            RunResult(run.out, known={"final": run.final, "summary": run.summary, "evaluations": [], **parts})
+        )
 
     assert fault(2, 1, 6) == "" and fault(6, 1, 6) == ""
     assert "rounds has the rounds 2, 3, 4, ..., 6" in fault(2, 2, 6)
