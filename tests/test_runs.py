@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -33,6 +34,12 @@ def test_what_run_returns_is_the_run_directory(finished: RunResult) -> None:
     assert finished.protocols == ("received", "trained", "global")
     assert finished.score("trained") == finished.summary["accuracy"]["trained"]["last"]
     assert finished.weakest("trained") == (finished.final["trained_accuracy"].min(),) * 2
+
+
+def test_files_are_read_once_under_all_labels(finished: RunResult) -> None:
+    other = replace(finished, label="other")
+    assert other.final is finished.final and other.curve("trained") is finished.curve("trained")
+    assert RunResult(finished.out).final is not finished.final
 
 
 def test_files_that_are_missing_are_empty(tmp_path: Path) -> None:
