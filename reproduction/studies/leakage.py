@@ -33,9 +33,8 @@ on what leaks. This command prints:
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,9 +114,8 @@ def class_counts(seed: int = 0) -> NDArray[np.int64]:
     return data_card(data.dataset, data.partition).train
 
 
-def head_weights(folder: Path) -> list[str]:
+def head_weights(folder: Path) -> Iterator[str]:
     """Identify absent classes by one round's change of the head's bias."""
-    lines = []
     for method in ("lgfedavg", "fedclassavg"):
         for clip in (0.0, 0.1):
             scores, truth, ranks = [], [], []
@@ -132,16 +130,14 @@ def head_weights(folder: Path) -> list[str]:
                     truth += list(counts == 0)
                     ranks.append(spearmanr(change, counts).statistic)
             auc = roc_auc_score(truth, scores)
-            lines.append(
+            yield (
                 f"{method}, clip-update {clip:g}: absent classes found with AUC {auc:.2f} ({np.mean(truth):.0%} are "
                 f"absent); rank correlation of change and class size {np.mean(ranks):.2f}"
             )
-    return lines
 
 
-def average_representations(folder: Path) -> list[str]:
+def average_representations(folder: Path) -> Iterator[str]:
     """Read the labels of FedGH's replies."""
-    lines = []
     for least in (1, 5):
         grid = listen(folder / f"fedgh-{least}", method="fedgh", **{"num-server-rounds": 1,
                       "method-args": f"min_class_count={least}"})  # fmt: skip
@@ -151,14 +147,13 @@ def average_representations(folder: Path) -> list[str]:
             counts = classes[client]
             right += int(set(arrays["labels"].tolist()) == set(np.flatnonzero(counts).tolist()))
             small += int(sum(counts[s] < 5 for s in arrays["labels"]))
-        lines.append(
+        yield (
             f"fedgh, min_class_count {least}: the reply names exactly the classes present for {right} of {CLIENTS} "
             f"clients; {small} class means of fewer than 5 images were sent"
         )
-    return lines
 
 
-def gaussian_means(folder: Path) -> list[str]:
+def gaussian_means(folder: Path) -> Iterator[str]:
     """Reconstruct images from class means under the global model."""
     out = folder / "trained"
     listen(out, method="fedavg", **{"num-server-rounds": 10})
@@ -172,7 +167,6 @@ def gaussian_means(folder: Path) -> list[str]:
     order = rng.permutation(len(z))
     known, secret = order[:300], order[300:]
     decoder = Ridge(alpha=1.0).fit(z[known], x[known])
-    lines = []
     for n in (1, 2, 3, 5, 10, 30):
         rebuilt, guessed, named = [], [], []
         for label in range(10):
@@ -184,31 +178,28 @@ def gaussian_means(folder: Path) -> list[str]:
                 rebuilt.append(max(np.corrcoef(picture, x[r])[0, 1] for r in rows))
                 guessed.append(max(np.corrcoef(average, x[r])[0, 1] for r in rows))
                 named.append(int(np.square(z[secret] - mean).sum(1).argmin() in np.flatnonzero(np.isin(secret, rows))))
-        lines.append(
+        yield (
             f"ccvr, mean of {n:2} images: correlation of the reconstructed image with the nearest real one "
             f"{np.mean(rebuilt):.2f} (the label alone: {np.mean(guessed):.2f}); the nearest of {len(secret)} candidates"
             f" is one of them in {np.mean(named):.0%}"
         )
-    return lines
 
 
-def inverted_means(folder: Path) -> list[str]:
+def inverted_means(folder: Path) -> Iterator[str]:
     """Reconstruct images from class means with the global model alone."""
     listen(folder / "inverted", method="fedavg", **{"num-server-rounds": 10})
     attacked, classifier = inversion.measure(
         read_run(folder / "inverted"), (1, 2, 3, 5, 10, 30, inversion.DRAWN), per_class=20
     )
-    lines = []
     for n, found in attacked.items():
         what = "virtual representation" if n == inversion.DRAWN else f"mean of {n:2} images"
         named = f"the most similar image of the class is one of them in {found.identified:.0%} (by chance: "
-        lines.append(
+        yield (
             f"ccvr, {what}: correlation of the recovered image with the nearest real one {found.similarity:.2f} (the "
             f"label alone: {found.by_class:.2f}); "
             + (f"{named}{found.chance:.0%}); " if n != inversion.DRAWN else "")
             + f"an independent classifier sees the class in {found.recognised:.0%} (real images: {classifier:.0%})"
         )
-    return lines
 
 
 # ---- before and after noise, for docs/privacy.md ---------------------------------------------------------------------
@@ -502,5 +493,4 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for part in (head_weights, average_representations, gaussian_means, inverted_means):
             for line in part(Path(folder)):
-                sys.stdout.write(line + "\n")
-                sys.stdout.flush()
+                print(line, flush=True)
