@@ -29,7 +29,7 @@ from reproduction.studies.choosing import DOCS, named
 from reproduction.studies.frozen import Rows, Scores
 
 SEEDS = 3
-STEPS = {"banking77": "0.03,0.1,0.3,1,3", "clinc150": "0.03,0.1,0.3,1,3", "cifar10": "0.003,0.01,0.03,0.1"}
+STEPS = {"banking77": "0.03,0.1,0.3,1,3", "clinc150": "0.03,0.1,0.3,1,3", "cifar10": "0.001,0.003,0.01,0.03,0.1"}
 """Learning rates of the search in each data set."""
 PLAIN_STEPS = {"banking77": "10,30,100,300", "clinc150": "10,30,100,300", "cifar10": "0.01,0.03,0.1,0.3"}
 """Those for features that are not standardised: they are smaller, by a factor of 20 for sentences."""
