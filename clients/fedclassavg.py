@@ -112,7 +112,7 @@ class FedClassAvgClient(FedClient):
     def step_loss(self, batch: Batch) -> Tensor:
         """Return L of one batch (Eq. 4)."""
         hparams, chosen = self.hparams, self.hparams.chosen
-        two = hparams.contrastive > 0
+        two = hparams.contrastive > 0 and self.num_views == 2
         # (2B, d), all x', then all x'': in one pass, so that BatchNorm sees both views together.
         f = self.model.features(torch.cat(batch.views) if two else batch.x)
         # Eq. 4, L_CE: of the first view alone.
@@ -129,4 +129,9 @@ class FedClassAvgClient(FedClient):
 
     def phases(self) -> Sequence[Phase]:
         """Return the training on two views, with the released code's Adam."""
-        return [Phase(self.step_loss, self.training, views=2, betas=(self.hparams.beta1, BETAS[1]))]
+        return [Phase(self.step_loss, self.training, views=self.num_views, betas=(self.hparams.beta1, BETAS[1]))]
+
+    @property
+    def num_views(self) -> int:
+        """Views of a batch: one where the body has no parameters, so that the contrastive term has no gradient."""
+        return 2 if any(True for _ in self.model.features.parameters()) else 1

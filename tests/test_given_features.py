@@ -163,6 +163,7 @@ def test_nothing_is_trained_so_there_is_no_round(
     assert not len(run.rounds) and not (run.out / "rounds.csv").exists()
     summary = run.summary
     assert summary["rounds"] == 0 and len(run.final) == 6
+    assert set(summary["accuracy"]) == {"global", "received"}, "nothing is trained"
     for score in ("global", "received"):
         assert 0.5 < summary["accuracy"][score]["last"] <= 1 and 0.5 < summary["accuracy"][score]["balanced"] <= 1
     assert summary["headline"]["point"] == "after one exchange, before local training"
@@ -212,12 +213,18 @@ REFUSED = {
     **dict.fromkeys(("fedbabu", "fedpac"), "trains the body by itself, and here no body is trained"),
 }
 """Methods that have nothing to do where there is no body."""
-REDUCED = {"moon": "fedavg", "lgfedavg": "fedavg", "fedproto": "local", "fedtgp": "local"}
+REDUCED = {
+    "moon": "fedavg", "lgfedavg": "fedavg", "fedproto": "local", "fedtgp": "local",
+    "fedclassavg": "fedclassavg contrastive=0",
+}  # fmt: skip
 """Methods that equal another one: their terms have no gradient in the head, or their parts are the whole."""
 
 
 @pytest.mark.parametrize("method", methods())
-def test_every_method_runs_on_features_or_is_another_or_is_refused(method: str, tmp_path: Path, tiny: Tiny) -> None:
+def test_every_method_runs_on_features_or_is_another_or_is_refused(
+    method: str, tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clients.fedclassavg.supcon", None)  # no term of two views is computed
     common: dict[str, Any] = {"dataset": "npz", "clients": 0, "data_dir": str(features(tmp_path / "f.npz"))}
     common |= {"public_data": "0.05"} if method == "ktpfl" else {}
     if method in REFUSED:
@@ -229,7 +236,8 @@ def test_every_method_runs_on_features_or_is_another_or_is_refused(method: str, 
     assert run.summary["model"] == "identity"
     assert np.isfinite(run.summary["accuracy"]["received"]["last"])
     if method in REDUCED:
-        other = tiny(method=REDUCED[method], **common)
+        name, _, args = REDUCED[method].partition(" ")
+        other = tiny(method=name, method_args=args, **common)
         columns = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss"]
         assert run.rounds[columns].equals(other.rounds[columns])
 

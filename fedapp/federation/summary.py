@@ -72,7 +72,7 @@ def summary(run: Setup, state: ServerState) -> dict[str, Any]:
     messaged = answered + rounds.get("dropped", none)
     clients = len(manager.infos.keys() - set(run.unseen))
     protocols = protocols_of(config, run.method, "final")
-    named = (*config.evaluation.measured, *(p for p in protocols if p == "tuned"))
+    named = tuple(p for p in (*config.evaluation.measured, "tuned") if p in ("global", *protocols))
     accuracy = accuracy_summary(rounds, evaluations, means, named, clients)
     last = int(rounds["round"].max()) if len(answered) else 0
     blocked = sorted(manager.offences.blocked)

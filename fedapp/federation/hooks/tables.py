@@ -112,5 +112,6 @@ def protocols_of(config: RunConfig, method: Method, kind: str) -> list[str]:
         return ["unseen_received", *(f"unseen_{p}" for p in tuned), *adapted]
     if kind == "evaluate" and config.evaluation.select == "validation":
         return ["received"]
-    measured = [p for p in config.evaluation.measured if p != "global"]
+    trains = config.federation.num_server_rounds > 0
+    measured = [p for p in config.evaluation.measured if p != "global" and (trains or p != "trained")]
     return [*measured, *(tuned if kind == "final" else ())]
