@@ -16,6 +16,7 @@ from pydantic import Field
 
 from clients.ccvr import MomentsClient
 from clients.sums import HeadHParams, LossesClient
+from fedapp.errors import BadRequest
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Phase
 from fedapp.method import Scalar
@@ -23,6 +24,8 @@ from fedapp.method import Scalar
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
 
+HEAD, ANSWER = 1e9, 1e8
+"""Largest head and largest answer, in bytes."""
 QUADRATIC = "quadratic"
 """Scalar that says that the head is a quadratic one."""
 
@@ -65,10 +68,22 @@ class QDAClient(LossesClient, MomentsClient):
 
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
-        """Build the base's model, with a linear head that can become a quadratic one."""
+        """Build the base's model, with a linear head that can become a quadratic one.
+
+        Raises
+        ------
+        BadRequest : a head or answers of an unreasonable size.
+        """
         from clients._models import QuadraticHead
 
         model = super().build_model(spec, hparams)
+        numbers = spec.num_classes * (model.width + 1) * model.width // 2
+        if not cls.settings.force and (4 * numbers > HEAD or 8 * numbers > ANSWER):
+            raise BadRequest(
+                f"qda with {spec.num_classes} classes and {model.width} features makes answers of "
+                f"{8 * numbers / 1e6:,.0f} MB and a head of {4 * numbers / 1e6:,.0f} MB: take lda, or features of a "
+                "smaller width, or set force=true"
+            )
         model.head = QuadraticHead(model.head)
         return model
 

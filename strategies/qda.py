@@ -29,15 +29,11 @@ from clients.qda import QUADRATIC, QDAClient, QDAHParams
 from clients.sums import SUMS
 from fedapp.core import quadratic, sums
 from fedapp.core.sums import Float64
-from fedapp.errors import BadRequest
-from fedapp.method import Arrays, Method, Payload, ServerContext, ServerState
+from fedapp.method import Arrays, Method, Payload, ServerState
 from fedapp.reduce.spec import Query
 from strategies._composition import built_on
 from strategies._sums import LOSSES, B, ClosedForm, Solution, W, fitted_to_shares
 from strategies.ccvr import gaussians, statistics
-
-HEAD, ANSWER = 1e9, 1e8
-"""Largest head and largest answer, in bytes."""
 
 
 class QDA(ClosedForm):
@@ -45,17 +41,6 @@ class QDA(ClosedForm):
 
     settings: ClassVar[QDAHParams] = QDAHParams()
     queries = ("statistics", "totals", "losses")
-
-    def init(self, context: ServerContext) -> ServerState:
-        """Return the base's first state; refuse a head or answers of an unreasonable size."""
-        numbers = context.num_classes * (context.width + 1) * context.width // 2
-        if not self.settings.force and (4 * numbers > HEAD or 8 * numbers > ANSWER):
-            raise BadRequest(
-                f"qda with {context.num_classes} classes and {context.width} features makes answers of "
-                f"{8 * numbers / 1e6:,.0f} MB and a head of {4 * numbers / 1e6:,.0f} MB: take lda, or features of a "
-                "smaller width, or set force=true"
-            )
-        return super().init(context)
 
     def solve(self, w: Arrays, query: Query) -> Solution:
         """Query the statistics and make a quadratic head of them."""

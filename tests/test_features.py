@@ -482,7 +482,8 @@ def test_the_command_says_what_comes_next(photos: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*words, "--mean", "127", "--std", "128", "--set", "skip-bad=true"])
     assert done.exit_code == 0, done.output
     assert "17 rows of 5 features, 0 of them 0 everywhere" in done.output
-    assert f"next: fedapp run --method fed3r --dataset npz --set 'data-dir={tmp_path / 'f.npz'}'" in done.output
+    said = f"next: fedapp compare --dataset npz --set 'data-dir={tmp_path / 'f.npz'}' --methods "
+    assert f'{said}"local,lda(personal=true),fed3r(personal=true)"' in done.output
     assert "1 left out because they cannot be used: north/train/cat/0.jpg" in done.output
     with np.load(tmp_path / "f.npz") as arrays:
         assert json.loads(str(arrays["about"]))["left-out"] == ["north/train/cat/0.jpg"]

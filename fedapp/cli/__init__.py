@@ -329,7 +329,10 @@ def features(
     if cut := about.get("texts-cut"):
         echo(f"{cut} texts have more than {about['tokens']} tokens and were cut")
     echo(f"body {about['name']} {about['body'][:8]}, {found.seconds:.0f} s, written to {found.out}")
-    echo(f"next: fedapp run --method fed3r --dataset npz --set {shlex.quote(f'data-dir={found.out}')}")
+    echo(
+        f"next: fedapp compare --dataset npz --set {shlex.quote(f'data-dir={found.out}')} --methods "
+        '"local,lda(personal=true),fed3r(personal=true)"'
+    )
 
 
 Client = Annotated[

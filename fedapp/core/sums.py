@@ -299,7 +299,8 @@ def best_penalty(a: Float64, b: Float64, *, bias: bool = True) -> tuple[float, b
 
 def cross_validated(a: Float64, b: Float64, n: float, penalties: Float64) -> tuple[Float64, Float64, Float64]:
     """Return sum of squared residuals, degrees of freedom and error of each penalty, as `best_penalty` says."""
-    values, vectors = torch.linalg.eigh(torch.from_numpy(a))
+    with _one_thread():
+        values, vectors = torch.linalg.eigh(torch.from_numpy(a))
     v = values.clamp_min(0).numpy()[:, None]
     r = ((vectors.T @ torch.from_numpy(np.ascontiguousarray(b.T))) ** 2).sum(dim=1).numpy()[:, None]
     rss = n - 2 * (r / (v + penalties)).sum(axis=0) + (v * r / (v + penalties) ** 2).sum(axis=0)

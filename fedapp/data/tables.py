@@ -448,7 +448,8 @@ def from_frame(
     if not features.values:
         raise BadRequest(
             f'{where}: no numeric column is left for the features: name some with columns = "x=a,b" or, with text '
-            f"columns, x=*; there are {', '.join(every) or 'no others'}"
+            f"columns, x=*; name texts for a pretrained body with --text, on a node with features-text; there are "
+            f"{', '.join(every) or 'no others'}"
         )
     arrays = labelled({**columns, "x": np.stack(features.values, axis=1)}, classes)
     return replace(
