@@ -517,7 +517,7 @@ class FedClient(PositionalClient):
         self.starts_from_state = always or self.needs_state or not covered
         # Names, in a stored state, of all that `receive` replaces before a method can have looked at it.
         read = always or self.needs_state or (self._looks() and self.starts_from_state)
-        self._unread = () if read else {f"model/{name}" for name in payload.all()}
+        self._unread = set() if read else {f"model/{name}" for name in payload.all()}
         self.reference = payload.all()
         if self.store is not None and self.starts_from_state:
             self.stored = self.store.load(server_round, without=self._unread)
