@@ -40,6 +40,7 @@ from fedapp.federation.hooks.training import BestModel, Checkpoint, EarlyStop, P
 from fedapp.federation.loop import federate
 from fedapp.federation.participants import Participants, Progress
 from fedapp.federation.summary import memory_needed, privacy_stated, summary
+from fedapp.learning.state import write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import ClientInfo, Payload, ServerContext, ServerState
 from fedapp.models import frozen
@@ -218,7 +219,6 @@ class Run(Setup):
             self.manager.load_state_dict(self.remembered["Cohort"])
         self.manager.offences.blocked |= {b.client: b for b in self.directory.blocked_before()}
         self.names: list[str] = []
-        self.split = ""
         self.about: dict[str, object] = {}
         self.infos: list[ClientInfo] = []
         self.parts: dict[str, Run] = {}
@@ -247,6 +247,8 @@ class Run(Setup):
         """Open the run directory; with `resume`, after the checks that must come before anything is written there."""
         config, resume = self.config, self.config.storage.resume
         if resume:
+            if getattr(self.hparams, "totals", "") and not (self.out / totals.BEFORE).is_file():
+                raise BadRequest(f"the run in {self.out} has ended: more clients join or leave in a new run")
             self.start, self.remembered, self.warnings = found_checkpoint(self.out, self.identity)
             if self.done > config.federation.num_server_rounds:
                 text = f"{self.out} already holds {counted(self.done, 'round')}; give --rounds {self.done} or more"
@@ -255,7 +257,11 @@ class Run(Setup):
             configuration.check_continues(config, earlier, self.done)
         identity = self.identity_of(config)
         if not resume:
-            return RunDirectory(self.out, config, None, identity)
+            before = totals.named(config)
+            directory = RunDirectory(self.out, config, None, identity)
+            if before:
+                write_safetensors(self.out / totals.BEFORE, *before)
+            return directory
         before = json.loads((self.out / "versions.json").read_text(encoding="utf-8"))
         if differing := identities.changed(before, identity):
             raise BadRequest(
@@ -369,7 +375,7 @@ class Run(Setup):
             part.cohort = Participants(self.manager, part.strategy, joined, unseen=others, secure=secure_sums(part))
             part.strategy = part.cohort.strategy
         if self.parts:
-            self.strategy = ByBody({b: p.cohort for b, p in self.parts.items()}, self.manager.infos)
+            self.strategy = ByBody({b: p.cohort for b, p in self.parts.items()}, self.manager.infos, self._leave_out)
         self.cohort = Participants(
             self.manager, self.strategy, self.hooks, unseen=self.unseen, each=self.scoring.each,
             retrains=self.config.evaluation.final_training, secure=secure_sums(self),
@@ -436,7 +442,7 @@ class Run(Setup):
         # Where each client normalises by itself, the server's model goes with no transform.
         self.about = {} if data.own_moments or data.dataset.parts else described(data.inputs, data.dataset.classes)
         card = data_card(data.dataset, data.partition)
-        self.names, self.split = in_lines(data.partition.names), data.partition.split
+        self.names = in_lines(data.partition.names)
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:
             raise BadRequest(

@@ -13,7 +13,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -23,7 +24,8 @@ from clients.choice import CHOSEN, FIRST, FIRST_STRENGTH, KEPT, OWN_DEFAULT, Cho
 from clients.shares import NUMBERS, PRIOR
 from clients.sums import STRENGTH, SUMS, OwnShares, SumsClient, SumsHParams, shares_of
 from fedapp.core import sums
-from fedapp.core.gaussian import pack, unpack
+from fedapp.core.gaussian import unpack
+from fedapp.core.names import under
 from fedapp.core.sums import Float64, Real
 from fedapp.errors import BadRequest, Impossible, counted
 from fedapp.method import (
@@ -38,7 +40,7 @@ from fedapp.method import (
     ServerContext,
     ServerState,
 )
-from fedapp.reduce.spec import Query, Total, Totals
+from fedapp.reduce.spec import Query, Reduced, Total, Totals
 from strategies._composition import built_on, on
 from strategies._shares import WithShares
 
@@ -110,6 +112,14 @@ class HeadFromSums(ClosedForm):
         scalars = {**found.scalars, **first.scalars, OWN_DEFAULT: entry["gain"] > 0}
         return Payload(common={**found.common, **first.common}, scalars=scalars)
 
+    def check(self, state: ServerState, reply: Reply) -> str | None:
+        """Check a reply as the base does, and that sums which should be exact are of rounded features."""
+        client = next((c for c in self.context.clients if c.client == reply.client), None)
+        if client is None or reply.kind not in ("query.sums", "query.kept") or not (bits := self.exact_bits()):
+            return super().check(state, reply)
+        largest = client.largest or 0.0
+        return sums.problem_of_rounding(under(SUMS, reply.arrays), bits, reply.num_samples, largest)
+
     def solve(self, w: Arrays, query: Query) -> Solution:
         """Query the sums and make a head of them; with `choose` a first head before it."""
         first: ServerState = {}
@@ -126,7 +136,7 @@ class HeadFromSums(ClosedForm):
         """Make one head, see `solve`; `names` are those of the queries where they are for other rows."""
         bits = self.exact_bits()
         reduced = query(names.get("sums", "sums"), Payload(common=w, sum_bits=2 * bits))
-        found, kept = self.union(reduced.totals("sums"), reduced.clients, bits)
+        found, kept = (reduced.totals("sums"), {}) if names else self.union(reduced, bits)
         if bits and not names:
             self.warn_of_rounding(found.sums, bits)
         if self.settings.precision() is np.float32:
@@ -167,49 +177,59 @@ class HeadFromSums(ClosedForm):
             )
         return bits if max(largest) * 2.0**bits >= FEWEST_STEPS else 0
 
-    def union(self, found: Totals, replies: Sequence[Reply], bits: int) -> tuple[Totals, ServerState]:
+    def union(self, reduced: Reduced, bits: int) -> tuple[Totals, ServerState]:
         """Return the sums added to stored ones or, with `leave`, taken away from them, and the entry that is stored.
 
-        The entry holds `sums`, k as `bits`, the largest |z|, whether no addition was rounded, and the `clients` of
-        this run. It is empty where sums are not exact, or leave rows out.
+        The entry holds `sums`, k as `bits`, the largest |z|, `lost`, the most by which rounding may have changed a
+        number, and of this run's `clients` a digest of the sums of each with its `salt`. It is empty where sums are not
+        exact, or leave rows out.
 
         Raises
         ------
-        BadRequest : there are stored sums, and those of this run are such; or the result cannot be sums of features.
+        BadRequest : there are stored sums, and those of this run are such; or a client that leaves had other rows.
         """
-        stored, b = self.context.totals, found.sums["b"]
-        complete = b[:, -1].sum() == sum(r.num_samples for r in replies)
-        if not bits or not complete or self.apart or self.settings.precision() is np.float32:
+        stored = self.context.totals
+        salt, told = secrets.token_hex(16), ""
+        if stored:
+            salt, told = stored["salt"], f"totals = '{self.settings.totals}'"
+        digests = self._digests(reduced, bits, salt) if bits else {}  # before the sums, which read all replies
+        found, replies = reduced.totals("sums"), reduced.clients
+        left_out = sum(r.num_samples for r in replies) != found.sums["b"][:, -1].sum()
+        if not bits or left_out or self.apart or self.settings.precision() is np.float32:
             if stored:
                 raise BadRequest(
-                    f"totals = '{self.settings.totals}': sums are added only where they are exact and of all rows: "
-                    "give features of a frozen body, model=identity, min_count=1 and count-cap=0"
+                    f"{told}: sums are added only where they are exact and of all rows: give features of a frozen "
+                    "body, model=identity and count-cap=0"
                 )
             return found, {}
-        rows_of = {r.client: r.num_samples for r in replies}
         largest = max(c.largest or 0.0 for c in self.context.clients)
-        entry = {"sums": found.sums, "bits": bits, "largest": largest, "exact": True, "clients": rows_of}
+        entry = {"bits": bits, "salt": salt, "clients": digests}
         if not stored:
-            return found, entry
-        if missing := found.sums.keys() - stored["sums"]:
-            raise BadRequest(f"totals = '{self.settings.totals}': they have no {', '.join(sorted(missing))}")
-        sign = -1 if self.settings.leave else 1
+            return found, {**entry, "sums": found.sums, "largest": largest, "lost": 0.0}
+        for client, (name, digest) in stored["leaving"].items():
+            if digests.get(client, digest) != digest:
+                raise BadRequest(f"{told}: client {name} has other training rows than those with which it joined")
+        sign, largest = -1 if self.settings.leave else 1, max(largest, stored["largest"])
         whole = {name: stored["sums"][name] + sign * array for name, array in found.sums.items()}
-        packed = {name: pack(array) if name == "a" else array for name, array in whole.items()}
-        squares = self.settings.precision() if "a" in whole else None
-        if problem := sums.problem_of(packed, self.context.num_classes, self.context.width, squares):
-            how = "what is left: the clients that leave had other rows" if self.settings.leave else "the sum"
-            raise BadRequest(f"totals = '{self.settings.totals}': {problem} in {how}")
-        rows, largest = float(whole["b"][:, -1].sum()), max(largest, stored["largest"])
-        exact, number = stored["exact"] and sums.exact(rows, largest, bits), len(stored["sites"]) + sign * len(rows_of)
+        sizes = [max(float(np.abs(array).max()) for array in of.values()) for of in (stored["sums"], whole)]
+        rows = max(float(of["b"][:, -1].sum()) for of in (stored["sums"], whole))
+        rounded = stored["lost"] or not sums.exact(rows, largest, bits)
+        lost = stored["lost"] + 2.0**-52 * rows * max(sizes) if rounded else 0.0
+        number = len(stored["sites"]) + sign * len(digests)
         warn, name = self.context.warn, self.method.id
-        warn(f"{name}: the head is of {counted(number, 'client')}, scores are of the {len(rows_of)} of this run alone")
-        if not exact:
-            warn(
-                f"{name}: {rows:g} rows with features up to {largest:g} leave too few bits: the sums are right to "
-                "1e-13 and no longer exact"
-            )
-        return Totals(whole, []), {**entry, "sums": whole, "largest": largest, "exact": exact, "number": number}
+        warn(f"{name}: the head is of {counted(number, 'client')}, scores are of the {len(digests)} of this run alone")
+        if lost:
+            warn(f"{name}: the totals are not exact: rounding is up to {lost / sizes[1]:.0e} of their largest number")
+        return Totals(whole, []), {**entry, "sums": whole, "largest": largest, "lost": lost, "number": number}
+
+    def _digests(self, reduced: Reduced, bits: int, salt: str) -> dict[int, str]:
+        """Return a digest of the sums of each client. Of A only where it is exact: else its last bits may vary."""
+        found, clients = dict[int, str](), {c.client: c for c in self.context.clients}
+        for reply in reduced:
+            own, client = under(SUMS, reply.arrays), clients.get(reply.client)
+            exact = client is not None and sums.exact(reply.num_samples, client.largest or 0.0, bits)
+            found[reply.client] = sums.digest([own["b"], *([own["a"]] if exact and "a" in own else [])], salt)
+        return found
 
     def warn_of_rounding(self, found: Arrays, bits: int) -> None:
         """Warn where the rounding of features to multiples of 2^-k is large, and name the client that causes it.

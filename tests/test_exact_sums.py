@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,31 @@ def test_two_forged_answers_among_100_are_refused_by_name(tmp_path: Path) -> Non
         60: "the last column of 'a' is not the sum of the rows of 'b'",
     }
     assert run.summary["calibration"]["clients"] == 98
+
+
+def test_sums_of_other_features_than_stated_are_refused_by_name(tmp_path: Path) -> None:
+    """The server takes no client's word for it: each number is a multiple of 2^-k or 2^-2k, and none is too large."""
+    forgers = {3: lambda a, b: (a, b + 2.0**-30), 6: lambda a, b: (a + 2.0**-40, b), 9: lambda a, b: (64 * a, 8 * b)}
+
+    def lie(kind: str, reply: Message) -> Message:
+        if kind != "query.sums":
+            return reply
+        given = {n: array.numpy() for n, array in reply.content[ARRAYS].items()}
+        a, b = gaussian.unpack(given["sums/a"], WIDTH + 1), given["sums/b"].copy()
+        z, (square, total) = slice(None, -1), forgers[reply.metadata.src_node_id - FIRST_NODE](a[:-1, :-1], b[:, :-1])
+        b[:, z] = np.where(b[:, -1:] > 0, total, 0)
+        a[z, z], a[-1], a[:, -1] = square, b.sum(axis=0), b.sum(axis=0)
+        forged = {"sums/a": gaussian.pack(a), "sums/b": b}
+        return change_arrays(reply, lambda name, array: forged[name])
+
+    place = written(tmp_path / "f.npz", "plain", 10)
+    given = {"dataset": "npz", "clients": 10, "data_dir": str(place), "method": "fed3r", "min_samples": 1}
+    run = federate(tmp_path / "run", forgers, lie, **given, min_replies=0.5)
+    reasons = dict(zip(run.dropped["client"], run.dropped["reason"]))
+    assert reasons[3] == "'b' holds no sums of rounded features"
+    assert reasons[6] == "'a' holds no sums of rounded features"
+    assert re.search(r"is larger than \d+ rows with features up to .* give", reasons[9])
+    assert run.summary["blocked"] == [3, 6, 9]
 
 
 def test_second_moments_whose_pivot_is_no_number_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from fedapp import plugins, sampling
 from fedapp.config import dp_rules
@@ -227,7 +228,7 @@ def _check_sums(config: RunConfig, method: Method, hparams: BaseHParams) -> None
         raise BadRequest(f"{key} {why[key]}, which secure-sum hides from the server: use one of the two")
 
 
-def _check_totals(config: RunConfig, hparams: BaseHParams) -> None:
+def _check_totals(config: RunConfig, hparams: Any) -> None:
     """Refuse stored totals where one client's sums are hidden, have noise, or are of features of another scale."""
     if not getattr(hparams, "totals", ""):
         return
@@ -240,6 +241,8 @@ def _check_totals(config: RunConfig, hparams: BaseHParams) -> None:
         raise BadRequest(f"totals: {why[key]}: leave {key} out")
     for key, scaled in {
         "model-args": frozen.of(config.model.model, config.model).scaled,
+    if hparams.base != "none" or hparams.min_count > 1:
+        raise BadRequest("totals: sums are of all rows, and no features are trained: leave base and min_count out")
         "normalise": config.data.normalise == "data",
     }.items():
         if scaled:

@@ -19,6 +19,7 @@ them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
@@ -74,6 +75,36 @@ def exact_bits(samples: Sequence[int], largest: float) -> int | None:
 def exact(samples: float, largest: float, bits: int) -> bool:
     """Return whether ``N M^2`` is at most ``2^53`` units of ``2^-2k``, for N samples, M and k as in `exact_bits`."""
     return samples * float(np.rint(largest * 2.0**bits)) ** 2 <= 2.0**53
+
+
+def problem_of_rounding(arrays: Mapping[str, Array], bits: int, samples: float, largest: float) -> str | None:
+    """Say why sums, as in `problem_of`, cannot be those of features that are multiples of ``2^-k``, or return None.
+
+    Parameters
+    ----------
+    samples, largest : N and M, as in `exact`; where sums of so many are exact, no entry may be larger than theirs.
+    """
+    width, unit = arrays["b"].shape[1], 2.0**bits
+    diagonal = np.cumsum([0, *range(width, 2, -1)])  # of products of features: none is larger
+    for name, power in {"b": 1, "a": 2}.items():
+        if name not in arrays or arrays[name].dtype == np.float32:
+            continue
+        flat, entries = arrays[name].reshape(-1), arrays["a"][diagonal] if name == "a" else arrays["b"][:, :-1]
+        parts = np.array_split(flat, len(flat) // 2**15 + 1)  # each stays in the processor's cache
+        if any((np.rint(steps := part * unit**power) != steps).any() for part in parts):
+            return Impossible(f"'{name}' holds no sums of rounded features")
+        most = samples * float(np.rint(largest * unit)) ** power
+        if exact(samples, largest, bits) and np.abs(entries).max() * unit**power > most:
+            return Impossible(f"'{name}' is larger than {samples:g} rows with features up to {largest:g} give")
+    return None
+
+
+def digest(arrays: Sequence[Array], salt: str) -> str:
+    """Return a SHA-256 of the bits of arrays."""
+    found = hashlib.sha256(salt.encode())
+    for array in arrays:
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
 
 
 class FeatureSums:

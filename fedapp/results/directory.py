@@ -16,6 +16,7 @@
 | `scaling.json`      | with `model-args` of `identity`: mean and deviation of the features of all clients      |
 | `models/`           | the server's arrays; `clients/<id>/` the clients' final models (`keep-models`)          |
 | `totals.safetensors` | of Fed3R, LDA and FedNCM on given features: exact sums over all clients                |
+| `totals-before.safetensors` | with `totals`, until the run has ended: the totals that it names               |
 | `dropped.csv`       | replies that did not count, with reasons                                                |
 | `blocked.csv`       | clients that got no more messages, and the reply that led to it; only if there are any  |
 | `summary.json`      | written last; `ok` says whether the run finished                                       |
