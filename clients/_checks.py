@@ -108,7 +108,8 @@ def facts_of_the_body(client: Any) -> dict[str, Scalar]:
     args = frozen.of(client.task.model, client.task.settings)
     if args.random_features:
         found["random-features"] = digest(args.matrix(client.task.inputs.shape[0])[0])
-    # An adapter of its own translates the features of any body, unless the method shares it.
-    shared = (*client.down_names(), *client.up_names())
-    apart = client.task.model == frozen.ADAPTER and not any(name.startswith("features.") for name in shared)
+    # Layers of its own translate the features of any body: an adapter, or the whole model.
+    shared = (*client.down_names(), *client.up_names(), *client.method.extra_up)
+    common = [n for n in shared if n.startswith("features.") or client.task.model != frozen.ADAPTER]
+    apart = not common
     return found | ({"body": client.task.inputs.body} if client.task.inputs.body and not apart else {})

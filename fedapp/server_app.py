@@ -303,10 +303,13 @@ class Run(Setup):
             self.tell({"kind": "warning", "text": text})
         self._register()
         config = self.config
-        several = (*self.parts.values(), self)
-        for part in several:
-            part._choose_model()
-        data = self._data()
+        for body, part in list(self.parts.items()):
+            try:
+                part._choose_model()
+            except BadRequest as e:
+                self._leave_out(body, f"has no model: {e}")
+        self._choose_model()
+        several, data = (*self.parts.values(), self), self._data()
         for part in several:
             part._make_context(data)
         context = self.strategy.context
@@ -329,7 +332,8 @@ class Run(Setup):
         state = federate(self.strategy, self.cohort, context, self.hooks, rounds=rounds, start=self._take_start())
         found = summary(self, state)
         write_json(self.out / "summary.json", found)
-        (self.out / "error.json").unlink(missing_ok=True)
+        for name in ("error.json", totals.BEFORE):
+            (self.out / name).unlink(missing_ok=True)
         self.tell({"kind": "end", "summary": found})
         return found
 
@@ -353,6 +357,12 @@ class Run(Setup):
         self.header = {**self.about, **built_from(self.config, spec.name, spec.settings, spec.unit)}
         self.header |= {"num_classes": spec.num_classes, "shape": list(spec.shape)}
         self.strategy.context = self._context(spec, self.central)
+
+    def _leave_out(self, body: str, why: object) -> None:
+        """Leave out the clients of a body, for a reason."""
+        ids = (i.client for i in self.parts.pop(body).infos if i.client in self.manager.infos)
+        self.manager.leave_out(dict.fromkeys(ids, f"the body {body[:8]} {why}"))
+        self.infos = [i for i in self.infos if i.client in self.manager.infos]
 
     def _part(self, body: str) -> Run:
         """Return this run with a strategy of its own and with the clients of one body."""
@@ -406,8 +416,8 @@ class Run(Setup):
         """Register the clients; they state the model and their number if the configuration leaves these open."""
         config = self.config
         self.manager.gather(config.data.clients)
-        bodies = self.manager.agree(self.method, config.data.named_bodies)
-        for digits in (n for n in config.data.named_bodies if not any(body.startswith(n) for body in bodies)):
+        bodies = self.manager.agree(self.method, config.bodies_apart)
+        for digits in (n for n in config.bodies_apart if not any(body.startswith(n) for body in bodies)):
             self.warn(f"no client has the body {digits} that bodies lists")
         self.manager.leave_out(server_model.impossible(self.manager))
         present = [i for _, i in sorted(self.manager.infos.items())]
@@ -426,13 +436,11 @@ class Run(Setup):
         configuration.check_liars(config, len(self.infos), self.own)
         configuration.check_sums(config, len(self.infos))
         for body in filter(None, bodies):
-            part = self._part(body)
+            self.parts[body] = part = self._part(body)
             try:
                 configuration.check_sums(config, len(part.infos))
-                self.parts[body] = part
             except BadRequest as e:
-                why = f"the body {body[:8]} has too few clients: {e}"
-                self.manager.leave_out(dict.fromkeys((i.client for i in part.infos), why))
+                self._leave_out(body, f"has too few clients: {e}")
 
     def _data(self) -> tasks.FederatedData | None:
         """Load the data if the server has them: for the data card, and for the test set of the `global` score."""
@@ -567,7 +575,7 @@ def members(run: Run, clients: int) -> list[Member]:
             c, len(own.train) - (0 if len(own.validation) else run.method.held_out(run.hparams, len(own.train))),
             len(own.test),
             tasks.model_for(config, c, data.size_of(c)), data.size_of(c).shape,
-            data.size_of(c).body if config.data.bodies else "",
+            data.size_of(c).body if config.bodies_apart else "",
         )
         for c, own in enumerate(data.partition.clients)
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,13 +15,16 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 import fedapp
+from clients.sums import SumsClient
 from fedapp.cli import app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
+from fedapp.experiments import compare
 from fedapp.federation.participants import Participants
 from fedapp.learning.state import read_safetensors
 from fedapp.results.runs import RunResult
 from fedapp.tasks.node import own_data
+from fedapp.transport.traffic import RoundFailed
 from tests.test_features import SIDE, picture_body
 from tests.test_nodes import start
 from tests.test_raw_samples import photos
@@ -33,13 +37,15 @@ BOTH = "a1a1a1a1,b2b2b2b2"
 CLASSES = 4
 
 
-def site(path: Path, body: str, width: int, seed: int, rows: int = 60, offset: float = 0.0) -> Rows:
+def site(
+    path: Path, body: str, width: int, seed: int, rows: int = 60, offset: float = 0.0, classes: int = CLASSES
+) -> Rows:
     """Write the features of one client, a quarter of them for testing."""
     rng = np.random.default_rng(seed)
     y, train = rng.integers(0, CLASSES, rows), np.arange(rows) % 4 != 0
     x = np.random.default_rng(width).normal(size=(CLASSES, width))[y] + rng.normal(size=(rows, width)) + offset
     about = json.dumps({"body": body, "width": width})
-    names = [str(c) for c in range(CLASSES)]
+    names = [str(c) for c in range(classes)]
     x = x.astype(np.float16)
     np.savez(path, x=x, y=y, split=np.where(train, "train", "test"), about=np.array(about), class_names=names)
     return x.astype(np.float64), y, train
@@ -151,8 +157,13 @@ def test_no_client_changes_the_head_of_another_body(tmp_path: Path, tiny: Tiny) 
     ("values", "message"),
     [
         ({"bodies": "a1a1"}, "'a1a1' is not the first 8 or more digits"),
-        ({"bodies": "A1A1A1A1"}, "is not the first 8 or more digits"),
-        ({"method": "fedavg"}, "fedavg trains; .* leave bodies out and set model = adapter"),
+        ({"bodies": "a1a1a1a1," + "b" * 65}, "is not the first 8 or more digits"),
+        (
+            {"method": "fedavg"},
+            "fedavg shares layers or statistics .* set model = adapter and take lgfedavg",
+        ),
+        ({"method": "lgfedavg", "model": "identity"}, "lgfedavg shares layers or statistics of features"),
+        ({"method": "local", "model_args": "standardise=true"}, "local shares layers or statistics of features"),
         ({"method": "fed3r(base=fedavg)"}, "set model = adapter"),
         ({"model": "mlp", "method": "lda(base=none)"}, "with model = identity"),
         ({"method": "fed3r", "dp": "example"}, "dp is for clients of one body"),
@@ -160,7 +171,7 @@ def test_no_client_changes_the_head_of_another_body(tmp_path: Path, tiny: Tiny) 
         ({"bodies": "a1a1a1a1"}, r"different bodies \(s\d.npz of a1a1a1a1, s\d.npz of b2b2b2b2\)"),
         ({"bodies": f"a1a1a1a1,{FIRST}"}, "two begin with the same 8 digits"),
         ({"unseen": "0"}, "unseen is for clients of one body"),
-        ({"bodies": ""}, "or name each in bodies, which gives one head each"),
+        ({"bodies": ""}, "extract all with one body, or name each in bodies"),
     ],
 )
 def test_wrong_settings_are_refused(values: dict[str, Any], message: str, tmp_path: Path, tiny: Tiny) -> None:
@@ -180,6 +191,24 @@ def test_digits_that_two_bodies_begin_with_stand_for_the_more_frequent_one(tmp_p
     run = tiny(**common, bodies="a1a1a1a1,c3c3c3c3", min_clients=2)
     assert run.summary["bodies"]["a1a1a1a1"]["clients"] == [1, 2]
     assert "no client has the body c3c3c3c3 that bodies lists" in run.summary["warnings"]
+
+
+@pytest.mark.parametrize(("method", "model"), [("local", "identity"), ("lgfedavg", "adapter"), ("fedgh", "adapter")])
+def test_clients_with_layers_of_their_own_may_have_several_bodies(
+    method: str, model: str, tmp_path: Path, tiny: Tiny
+) -> None:
+    sites(tmp_path / "data")
+    common: dict[str, Any] = {"dataset": "npz", "clients": 0, "data_dir": tmp_path / "data", "bodies": BOTH}
+    run = tiny(**common, method=method, model=model, rounds=2)
+    assert len(run.final) == 6 and "bodies" not in run.summary and np.isfinite(run.final["trained_accuracy"]).all()
+
+
+def test_heads_of_bodies_are_compared_with_each_client_alone(tmp_path: Path) -> None:
+    sites(tmp_path / "data")
+    values = {"dataset": "npz", "data-dir": str(tmp_path / "data"), "bodies": BOTH.upper()}
+    variants = compare.parse_variants("local,lda(personal=true),qda")
+    jobs = compare.jobs_of(values, variants, {"": {}}, 1, tmp_path / "both")
+    assert [job.config.bodies_apart for job in jobs] == [(), (FIRST[:8], SECOND[:8]), (FIRST[:8], SECOND[:8])]
 
 
 # ---- secure sums, resume, and the models that come back --------------------------------------------------------------
@@ -248,7 +277,7 @@ def test_the_digits_of_a_body_choose_its_head(tmp_path: Path, tiny: Tiny) -> Non
         with pytest.raises(BadRequest, match=f"is of the body {FIRST}, not of "):
             fedapp.load(run.out, **where)
     for number, (body, given) in enumerate(rows.items()):
-        net = fedapp.load(run.out, body=body[:10])
+        net = fedapp.load(run.out, body=body[:10].upper())
         assert net.inputs.body == body
         x = np.concatenate([x[~train] for x, _, train in given]).astype(np.float32)
         y = np.concatenate([y[~train] for _, y, train in given])
@@ -315,6 +344,34 @@ def test_nodes_of_listed_bodies_take_part_and_another_is_left_out(tmp_path: Path
 
 
 @pytest.mark.usefixtures("own_places")
+@pytest.mark.parametrize("fault", ["answer", "classes"])
+def test_a_body_that_fails_is_left_out_and_the_others_go_on(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for k, body in enumerate([SECOND, FIRST, FIRST]):
+        site(tmp_path / f"{k}.npz", body, 12, k, classes=CLASSES + (k == 0 and fault == "classes"))
+    nodes = {70 + k: {"client-id": k, "data-path": str(tmp_path / f"{k}.npz")} for k in range(3)}
+    answer = SumsClient.answer
+
+    def failing(self: Any, kind: str, payload: Any) -> Any:
+        if self.task.client == 0 and fault == "answer":
+            raise RuntimeError("no memory")
+        return answer(self, kind, payload)
+
+    monkeypatch.setattr(SumsClient, "answer", failing)
+    values = {"dataset": "npz", "model": "identity", "clients": 3, "bodies": f"{SECOND[:8]},{FIRST[:8]}"}
+    summary, grid, _ = start(tmp_path, nodes, method="lda", **values)
+    words = {"answer": "fails: round 0: 0 good replies of 1, .*no memory", "classes": "fails: client 0 has 5 classes"}
+    assert re.search(f"the body b2b2b2b2 {words[fault]}", " ".join(summary["left_out"]))
+    assert [*summary["bodies"]] == ["a1a1a1a1"] and summary["bodies"]["a1a1a1a1"]["clients"] == [1, 2]
+    assert summary["headline"]["clients"] == 2 and "evaluate" not in grid.told[70]
+    assert not (tmp_path / "run" / "models" / "last-b2b2b2b2.safetensors").exists()
+    if fault == "answer":
+        with pytest.raises(RoundFailed, match="no memory"):
+            start(tmp_path / "alone", {70: nodes[70]}, method="lda", **{**values, "clients": 1})
+
+
+@pytest.mark.usefixtures("own_places")
 def test_a_raw_picture_goes_to_the_head_of_the_body_that_is_given(tmp_path: Path, tiny: Tiny) -> None:
     pytest.importorskip("onnxruntime")
     body, data = picture_body(tmp_path / "body.onnx", side=SIDE), tmp_path / "data"
@@ -332,3 +389,11 @@ def test_a_raw_picture_goes_to_the_head_of_the_body_that_is_given(tmp_path: Path
         assert told.exit_code == 0 and told.stdout.split("\t")[1] == "red", told.output
     told = CliRunner().invoke(app, ["predict", picture, "--run", str(run.out), "--with", f"{body} mean=99 std=128"])
     assert isinstance(told.exception, BadRequest) and "name one of these bodies with --with" in str(told.exception)
+    wrong = {str(body): "is the body of the heads", f"{body} mean=127 std=0": "a deviation is above 0",
+             "minilm tokens=9": "has its own tokens"}  # fmt: skip
+    for words, message in wrong.items():
+        told = CliRunner().invoke(app, ["predict", picture, "--run", str(run.out), "--with", words])
+        assert isinstance(told.exception, BadRequest) and message in str(told.exception)
+    number = ["--client", "1", "--with", f"{body} mean=120 std=128"]
+    told = CliRunner().invoke(app, ["predict", picture, "--run", str(run.out), *number, "--top", "1"])
+    assert told.exit_code == 0, told.output

@@ -53,7 +53,7 @@ def check(config: RunConfig) -> None:
     _check_totals(config, hparams)
     dp_rules.check(config, method, hparams)
     _check_partition(config)
-    _check_bodies(config, hparams)
+    _check_bodies(config, method, hparams)
     rounds, every = config.federation.num_server_rounds, scores.evaluate_every
     chooses = scores.select == "validation"
     least, clients = unless_auto(config.federation.min_clients, 0), config.data.clients
@@ -152,16 +152,18 @@ def _check_partition(config: RunConfig) -> None:
         raise BadRequest("partition = 'file' and partition-file go together: give both, or neither")
 
 
-def _check_bodies(config: RunConfig, hparams: BaseHParams) -> None:
-    """Refuse `bodies` where one model of all clients is trained, or a setting is for one body."""
+def _check_bodies(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
+    """Refuse `bodies` where layers on their features are shared, or a setting is for one body."""
     for body in (bodies := config.data.named_bodies):
         if not _BODY.match(body):
             raise BadRequest(f"bodies: '{body}' is not the first 8 or more digits of a body's SHA-256")
-    if bodies and (getattr(hparams, "base", "") != "none" or set(config.model.names) != {IDENTITY}):
+    models, alone = set(config.model.names), not method.up_prefixes(hparams) and not method.extra_up
+    own_layers = method.heterogeneous and (alone or models == {ADAPTER})
+    if bodies and not own_layers and not (config.bodies_apart and models == {IDENTITY}):
         raise BadRequest(
             f"bodies gives each body a head of one exchange, with model = {IDENTITY} and fed3r, lda, qda, fedncm or "
-            f"fedcof: {_with_args(config)} trains; to share a head between bodies, leave bodies out and set model = "
-            f"{ADAPTER}"
+            f"fedcof: {_with_args(config)} shares layers or statistics of features; to share a head alone, set model = "
+            f"{ADAPTER} and take lgfedavg, fedgh or fedclassavg"
         )
     if len({body[:8] for body in bodies}) < len(bodies):
         raise BadRequest("bodies: two begin with the same 8 digits, which name the files of their heads: give one")
@@ -239,10 +241,10 @@ def _check_totals(config: RunConfig, hparams: Any) -> None:
     }
     for key in changed(config, *why):
         raise BadRequest(f"totals: {why[key]}: leave {key} out")
-    for key, scaled in {
-        "model-args": frozen.of(config.model.model, config.model).scaled,
     if hparams.base != "none" or hparams.min_count > 1:
         raise BadRequest("totals: sums are of all rows, and no features are trained: leave base and min_count out")
+    for key, scaled in {
+        "model-args": frozen.of(config.model.model, config.model).scaled,
         "normalise": config.data.normalise == "data",
     }.items():
         if scaled:

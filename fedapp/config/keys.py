@@ -97,6 +97,11 @@ class RunConfig(BaseModel):
         """The further model that the method's hyperparameters name (`small`); empty where it has none."""
         return str(getattr(self.method_and_hparams()[1], "small", ""))
 
+    @property
+    def bodies_apart(self) -> tuple[str, ...]:
+        """First digits of the bodies that get a head each; empty where layers of each client follow on its features."""
+        return self.data.named_bodies if getattr(self.method_and_hparams()[1], "base", "") == "none" else ()
+
     def unseen_of(self, clients: Iterable[int], names: Sequence[str] = ()) -> tuple[int, ...]:
         """Return which of these clients take no part in the training, by id.
 

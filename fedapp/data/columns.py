@@ -203,7 +203,7 @@ def of_clients(root: Path, files: Mapping[Path, Mapping[str, Array]], bodies: Se
         of = ", ".join(f"{path.name} {f'of {body[:8]}' if body else 'of none'}" for body, path in [*found.items()][:3])
         raise BadRequest(
             f"{root}: the files hold features of different bodies ({of}): extract all with one body, or name each in "
-            "bodies, which gives one head each"
+            "bodies"
         )
     sizes: dict[tuple[object, ...], dict[Path, Mapping[str, Array]]] = {}
     for path, arrays in files.items():

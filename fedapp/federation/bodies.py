@@ -7,18 +7,19 @@ head of its body.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from fedapp.errors import BadRequest
 from fedapp.federation.hook import Setup
 from fedapp.federation.hooks.tables import Tables
 from fedapp.federation.participants import Observer, Participants, Progress
 from fedapp.learning.metrics import mean
 from fedapp.method import Arrays, ClientInfo, Payload, ServerContext, ServerState
 from fedapp.reduce.spec import Query
-from fedapp.transport.traffic import Exchange
+from fedapp.transport.traffic import Exchange, RoundFailed
 from strategies.base import Strategy
 
 
@@ -28,24 +29,42 @@ class ByBody(Strategy):
     Parameters
     ----------
     parts : the clients of each body, with the strategy for them.   infos : of all clients, by id.
+    leave_out : leaves out the clients of a body that fails, for a reason.
     """
 
-    def __init__(self, parts: Mapping[str, Participants], infos: Mapping[int, ClientInfo]) -> None:
+    def __init__(
+        self,
+        parts: dict[str, Participants],
+        infos: Mapping[int, ClientInfo],
+        leave_out: Callable[[str, str], None],
+    ) -> None:
         first = next(iter(parts.values())).strategy
         super().__init__(first.method, first.hparams, policy=first.policy)
-        self.parts, self.infos = parts, infos
+        self.parts, self.infos, self.leave_out = parts, infos, leave_out
 
     def init(self, context: ServerContext) -> ServerState:
         """Return the first state of each body."""
         self.context = context
-        return {body: part.strategy.init(part.strategy.context) for body, part in self.parts.items()}
+        return self._of_each(lambda body, part: part.strategy.init(part.strategy.context))
 
     def finalize(self, state: ServerState, query: Query) -> ServerState:
         """Query the clients of one body after the other, and make a head for each."""
-        return {
-            body: part.strategy.finalize(state[body], part.query(Progress(0, state[body])))
-            for body, part in self.parts.items()
-        }
+        return self._of_each(
+            lambda body, part: part.strategy.finalize(state[body], part.query(Progress(0, state[body])))
+        )
+
+    def _of_each(self, made: Callable[[str, Participants], ServerState]) -> ServerState:
+        """Return the state of each body; one that fails is left out, unless it is the last."""
+        found = {}
+        for body, part in [*self.parts.items()]:
+            try:
+                found[body] = made(body, part)
+            except (BadRequest, RoundFailed) as e:
+                if len(self.parts) == 1:
+                    raise
+                del self.parts[body]
+                self.leave_out(body, f"fails: {e}")
+        return found
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return the payload of the client's body."""

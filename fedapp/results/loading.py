@@ -27,7 +27,7 @@ from fedapp.results.analysis import client_folders
 from fedapp.results.predict import FILES, LoadedModel, read_model
 from fedapp.results.predict import rebuilt as rebuild
 from fedapp.results.runs import RUN_MARK, RunResult, read_json, read_run
-from fedapp.results.whole import WholeModel
+from fedapp.results.whole import AnotherBody, WholeModel
 
 
 def load(
@@ -63,7 +63,7 @@ def load(
     >>> net = load("runs/a", client=3)  # doctest: +SKIP
     >>> net.predict(x).argmax(axis=1)  # doctest: +SKIP
     """
-    place = Path(run_dir).expanduser()
+    place, body = Path(run_dir).expanduser(), body.lower()
     if point not in FILES:
         raise BadRequest(f"point = {point!r}: choose from {', '.join(FILES)}")
     if (place / RUN_MARK).is_file():
@@ -97,12 +97,16 @@ def load_with_body(run_dir: str | Path, body: str, **how: Any) -> LoadedModel | 
     ------
     BadRequest : see both.
     """
-    if re.fullmatch("[0-9a-f]{8,64}", body):
+    if re.fullmatch("[0-9a-fA-F]{8,64}", body):
         return load(run_dir, **how, body=body)
-    for digits in _heads(Path(run_dir).expanduser()):
-        with contextlib.suppress(BadRequest):
-            return load(run_dir, **how, body=digits).with_body(body)
-    return load(run_dir, **how).with_body(body)
+    heads = _heads(Path(run_dir).expanduser()) if how.get("client") is None else []
+    found = dict[str, WholeModel]()
+    for digits in heads:
+        with contextlib.suppress(AnotherBody):
+            found[digits] = load(run_dir, **how, body=digits).with_body(body)
+    if len(found) > 1:
+        raise BadRequest(f"'{body}' is the body of the heads {', '.join(found)}: write its size, mean and std too")
+    return next(iter(found.values())) if found else load(run_dir, **how).with_body(body)
 
 
 def _heads(run_dir: Path) -> list[str]:

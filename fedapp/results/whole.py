@@ -21,6 +21,10 @@ from fedapp.errors import BadRequest, raised
 Raw: TypeAlias = NDArray[Any] | Sequence[NDArray[Any]] | Sequence[str]
 
 
+class AnotherBody(BadRequest):
+    """A head is on features of another body than the given one."""
+
+
 class Head(Protocol):
     """What is needed of a classifier of features, such as a `LoadedModel`."""
 
@@ -64,19 +68,21 @@ class WholeModel:
                 "resized in another way: give features that fedapp features extracts of a data set hf"
             )
         try:
-            self.extractor = Extractor(of_text(body, told))
-            self.kind = "text" if self.extractor.body.tokenizer else "image"
-            self.extractor.fit(None if self.kind == "text" else (1, 8, 8), self.kind == "image")
+            found = of_text(body, told)
+            differ = ["weights"] if told.get("weights", found.weights) != found.weights else []
+            if not differ:
+                self.extractor, self.kind = Extractor(found), "text" if found.tokenizer else "image"
+                self.extractor.fit(None if found.tokenizer else (1, 8, 8), self.kind == "image")
+                found = self.extractor.body
         except BadRequest:
             raise
         except (TypeError, ValueError, RuntimeError, MemoryError) as e:
             raise BadRequest(f"what the model says of its body is damaged ({raised(e)}): take another copy") from e
-        found = self.extractor.body
-        if found.digest != inputs.body:
-            differ = [key for key, value in found.identity().items() if told.get(key, value) != value]
-            raise BadRequest(
-                f"the body '{found.name}' ({found.digest[:8]}) is not the one of this model ({inputs.body[:8]}): give "
-                "the one whose features it was trained on" + (f"; {', '.join(differ)} differ" if differ else "")
+        if differ or found.digest != inputs.body:
+            differ = differ or [key for key, value in found.identity().items() if told.get(key, value) != value]
+            raise AnotherBody(
+                f"the body '{found.name}' is not the one of this model ({inputs.body[:8]}): give the one whose "
+                "features it was trained on" + (f"; {', '.join(differ)} differ" if differ else "")
             )
 
     def wanted(self) -> str:

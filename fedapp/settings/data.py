@@ -96,7 +96,7 @@ class DataSettings(Group):
     @cached_property
     def named_bodies(self) -> tuple[str, ...]:
         """First digits of the SHA-256 of each body."""
-        return tuple(listed(self.bodies))
+        return tuple(listed(self.bodies.lower()))
 
     @cached_property
     def reading(self) -> tuple[str, int | Auto, str, bool]:

@@ -144,7 +144,7 @@ class Cohort(ABC):
 
         Returns
         -------
-        The digests of the clients' bodies; an empty one without `bodies`.
+        The digests of the clients' bodies; an empty one without `bodies`. One whose clients do not agree is left out.
 
         Raises
         ------
@@ -152,11 +152,19 @@ class Cohort(ABC):
         """
         groups, others = by_body(self.infos, bodies)
         self.leave_out(others)
-        found = [self._agree(method, ids) for ids in groups.values()]
-        first, *rest = ((self.infos[c], self.facts[c]) for c in found)
-        if problem := next(filter(None, (other_classes(first[0], i, first[1], f) for i, f in rest)), None):
-            raise BadRequest(one_line(problem))
-        return list(groups)
+        found = dict[str, int]()
+        for body, ids in sorted(groups.items(), key=lambda group: -len(group[1])):
+            try:
+                found[body] = of = self._agree(method, ids)
+                first = next(iter(found.values()))
+                if problem := other_classes(self.infos[first], self.infos[of], self.facts[first], self.facts[of]):
+                    raise BadRequest(one_line(problem))
+            except BadRequest as e:
+                if not bodies:
+                    raise
+                found.pop(body, None)
+                self.leave_out({c: f"the body {body[:8]} fails: {e}" for c in ids if c in self.infos})
+        return [body for body in groups if body in found]
 
     @abstractmethod
     def _agree(self, method: Method, ids: Collection[int]) -> int:
