@@ -136,15 +136,12 @@ class Cohort(ABC):
         return []
 
     def agree(self, method: Method, bodies: Sequence[str] = ()) -> list[str]:
-        """Check before round 1 that the clients agree on the shared arrays; afterwards `reference` is one of them.
+        """Check that clients agree on shared arrays, and return the digests of their bodies: empty without `bodies`.
 
         Parameters
         ----------
-        bodies : first digits of pretrained bodies. Only clients of one body must agree on more than their classes.
-
-        Returns
-        -------
-        The digests of the clients' bodies; an empty one without `bodies`. One whose clients do not agree is left out.
+        bodies : first digits of pretrained bodies. Only clients of one body must agree on more than their classes; a
+            body whose clients do not is left out.
 
         Raises
         ------
