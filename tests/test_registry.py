@@ -10,6 +10,7 @@ import pytest
 
 import strategies
 from fedapp import cli, registry
+from fedapp.config import from_flat
 from fedapp.errors import BadRequest
 
 FILES = {
@@ -82,3 +83,10 @@ def test_the_commands_say_so(
         code, _, err = go(*words, "--out", str(tmp_path / "out"))
         assert code == 2 and err.splitlines()[-1] == f"fedapp: no method 'torn': {SAYS['torn']}"
         assert "Traceback" not in err
+
+
+def test_a_value_out_of_range_is_refused_in_the_same_words_everywhere() -> None:
+    """Keys had plain words, and hyperparameters those of pydantic."""
+    for values, place in (({"momentum": -1.0}, "momentum"), ({"method": "fedprox", "method-args": "mu=-1"}, "mu")):
+        with pytest.raises(BadRequest, match=rf"{place} = '?-1(\.0)?'?: must be at least 0"):
+            from_flat(values)
