@@ -243,7 +243,7 @@ FALSE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a client": (lambda line: _put(line["final"]["trained_accuracy"], 7.0), "final has trained_accuracy 7,"),
     "below 0": (lambda line: _put(line["rounds"]["received_accuracy"], -0.1), "rounds has received_accuracy -0.1,"),
     "more than all": (lambda line: _put(line["final"]["received_correct"], 500), "final has received_accuracy"),
-    "above 1": (lambda line: line["summary"]["accuracy"]["trained"].update(last=7.0), "less than or equal to 1"),
+    "above 1": (lambda line: line["summary"]["accuracy"]["trained"].update(last=7.0), "must be at most 1"),
     "mean": (_raised, "the last trained accuracy .* but the mean over the clients of final is"),
     "no mean": (lambda line: line["summary"]["accuracy"]["received"].update(last=None), "received accuracy None, but"),
 }  # fmt: skip
@@ -284,14 +284,14 @@ def test_a_run_directory_that_contradicts_itself_is_not_kept(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"seed": 1', '"seed": -1', "line 3: Input should be greater than or equal to 0"),
+        ('"seed": 1', '"seed": -1', "line 3: must be at least 0"),
         ('"seed": 1', '"seed": 0', "line 3: ccvr-0.05/fedavg-s0 stands twice"),
-        ('"seed": 1', '"seed": "1"', "line 3: Input should be a valid integer"),
-        ('"ok": true', '"ok": false', "line 2: Input should be True"),
+        ('"seed": 1', '"seed": "1"', "line 3: must be a whole number"),
+        ('"ok": true', '"ok": false', "line 2: must be True"),
         ('"bytes_down": 7', '"bytes_down": NaN', "line 2: NaN is no number"),
-        ('"bytes_down": 7', '"bytes_down": "7"', "line 2: Input should be a valid"),
+        ('"bytes_down": 7', '"bytes_down": "7"', "line 2: must be a whole number"),
         ('"client": [0, ', '"client": [', "line 2: All arrays must be of the same length"),
-        ('"round": [1, ', '"round": ["1", ', "line 2: Input should be a valid"),
+        ('"round": [1, ', '"round": ["1", ', "line 2: must be a whole number"),
         ('"hparams"', '"code"', "line 2: (Field required|Extra inputs)"),
         ('{"variant"', '["variant"', "line 2: Expecting ',' delimiter"),
         ('{"study"', '{"studies"', "line 1: (Field required|Extra inputs)"),
