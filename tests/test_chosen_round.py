@@ -1,4 +1,4 @@
-"""`select = "validation"`: the round that is scored at the end is chosen on validation images."""
+"""`select = "validation"`: the round that is scored at the end is chosen on validation rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_end_is_that_of_a_run_which_stopped_at_the_chosen_round(
     monkeypatch.setattr(ValidationChoice, "best_round", leads)
     result = tiny(rounds=5, select="validation", **common)
     assert result.summary["round"] == result.summary["headline"]["round"] == 2 and result.summary["rounds"] == 5
-    assert "round 2, chosen on validation images" in result.summary["headline"]["point"]
+    assert "round 2, chosen on validation rows" in result.summary["headline"]["point"]
     pd.testing.assert_frame_equal(reproducible(result.final), reproducible(short.final), check_exact=True)
     for protocol, scores in short.summary["accuracy"].items():
         assert result.summary["accuracy"][protocol]["last"] == scores["last"]
@@ -163,5 +163,5 @@ def test_a_checkpoint_under_two_names(tmp_path: Any, monkeypatch: pytest.MonkeyP
 
 def test_tables_say_that_a_round_was_chosen_and_show_no_best_on_test(tiny: Tiny) -> None:
     run = tiny(method="fedavg", rounds=2, **CHOOSING)
-    assert "after the round that validation images chose" in tables.meaning([run])
+    assert "after the round that validation rows chose" in tables.meaning([run])
     assert not [name for name in (*tables.SCORES, *tables.SCORES.values()) if "best" in name]

@@ -1,4 +1,4 @@
-"""The search over hyperparameters, and sweeps: which runs are made, and that validation images alone choose."""
+"""The search over hyperparameters, and sweeps: which runs are made, and that validation rows alone choose."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_point_that_failed_is_not_chosen_and_the_first_of_equals_is(tmp_path: 
         finish(job, value, ok=ok)
     chosen, lines, unchosen = grid.choose(jobs, jobs, tmp_path, "--grid")
     assert [j.out.name for j in chosen] == ["local-lr=0.2-s0"]
-    assert unchosen == ["fedavg: nothing chosen, no point of the grid has a score on validation images"]
+    assert unchosen == ["fedavg: nothing chosen, no point of the grid has a score on validation rows"]
     assert unchosen[0] in lines
 
 
@@ -150,7 +150,7 @@ def test_which_score_chooses_where_a_global_one_is_published_is_said_before_any_
     with pytest.raises(pytest.fail.Exception):
         compare.run(compare.Plan(values, methods, 1, points="lr=0.1,0.2"), tmp_path / "out")
     said = capsys.readouterr().err
-    assert says in said and ("global has no validation images" in said) == bool(says)
+    assert says in said and ("global has no validation rows" in said) == bool(says)
 
 
 def test_a_comparison_that_is_read_again_holds_the_chosen_runs_alone(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_search_from_end_to_end(tmp_path: Path) -> None:
         (["--tune", "local_epochs=1,2", "--on", "validation"], "did you mean 'local-epochs'?"),
         (["--tune", "lr", "--on", "validation"], "--tune: 'lr' is not NAME=VALUE,VALUE"),
         (["--tune", "lr=0.1,1", "--on", "validation", "--grid", "lr=1"], "--tune and --grid are two searches"),
-        (["--tune", "lr=0.1,1", "--on", "validation", "--set", "validation=0"], "--tune chooses on validation images"),
+        (["--tune", "lr=0.1,1", "--on", "validation", "--set", "validation=0"], "--tune chooses on validation rows"),
         (["--tune", "lr=0.1,1", "--on", "validation", "--methods", "local(lr=1)"], "--tune: local(lr=1) has a value"),
     ],
 )

@@ -213,7 +213,7 @@ def compare(
     grid: Annotated[
         str,
         typer.Option(
-            help="search hyperparameters of the methods: every point is run, the score on validation images chooses "
+            help="search hyperparameters of the methods: every point is run, the score on validation rows chooses "
             '(with --set validation=0.1): "lr=0.01,0.1;fedprox.mu=0.1,1"'
         ),
     ] = "",

@@ -321,7 +321,7 @@ def _node(text: str, values: Mapping[str, Any], folders: dict[str, Path]) -> Ite
     i, train, test = task.inputs, len(task.y_train), len(task.y_test)
     classes = f"{len(set(task.y_train.tolist()))} of {counted(task.num_classes, 'class')}"
     counts = f"{counted(train, 'row')} to train, {test} to test, {described(i.shape)}, {classes}"
-    remedy = "" if test else "no test images: this node will have no accuracy"
+    remedy = "" if test else "no test rows: this node will have no accuracy"
     yield Finding("data", OK if test else WARN, counts, remedy)
     yield Finding("model", OK, task.model)
     try:

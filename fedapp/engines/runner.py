@@ -288,7 +288,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         text = f"headline: {headline['score']} {percent(headline['value'])} %, mean over {_many(headline)}"
         Screen(highlight=False).print_line(f"{text}, {headline['point']}")
     sizes = summary["test_sizes"]
-    text = f"test images per client: {sizes['min']} to {sizes['max']}, mean {sizes['mean']:.1f}; "
+    text = f"test rows per client: {sizes['min']} to {sizes['max']}, mean {sizes['mean']:.1f}; "
     if summary["rounds"]:
         up, down = (f"{summary[f'bytes_{way}']:,.0f} {way}" for way in ("up", "down"))
         text += f"bytes per client and round: {up}, {down}; "

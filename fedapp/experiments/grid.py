@@ -66,11 +66,11 @@ def beforehand(jobs: Sequence[Job], option: str) -> list[str]:
     """
     config = jobs[0].config
     if not config.data.validation:
-        raise BadRequest(f"{option} chooses on validation images: hold some out with --set validation=0.1")
+        raise BadRequest(f"{option} chooses on validation rows: hold some out with --set validation=0.1")
     methods = dict.fromkeys(j.variant.method for j in jobs)
     if not any(p in config.evaluation.measured for p in choosing(jobs[0].variant.method)):
         raise BadRequest(
-            f"{option}: protocols = '{config.evaluation.protocols}' measures nothing on validation images, which "
+            f"{option}: protocols = '{config.evaluation.protocols}' measures nothing on validation rows, which "
             "clients hold out. Measure received and trained as well (--set protocols=received,trained,global): they "
             "choose the points"
         )
@@ -81,7 +81,7 @@ def beforehand(jobs: Sequence[Job], option: str) -> list[str]:
         by = next(p for p in choosing(method) if p in config.evaluation.measured)
         named.setdefault(by, []).extend(dict.fromkeys(j.variant.family for j in jobs if j.variant.method == method))
     return [
-        f"{option}: global has no validation images, so {by} chooses for {', '.join(families)}; where the published "
+        f"{option}: global has no validation rows, so {by} chooses for {', '.join(families)}; where the published "
         "number is global (as for CCVR), the chosen point need not be the best one for it"
         for by, families in named.items()
     ]
@@ -131,9 +131,9 @@ def choose(tried: Sequence[Job], jobs: Sequence[Job], out: Path, option: str) ->
                 for j in jobs
                 if (j.setting, j.variant.label) == (setting, best)
             ]
-            lines.append(f"{where}: {best} of {len(members)}, {100 * scores[best][0]:.1f} % on validation images")
+            lines.append(f"{where}: {best} of {len(members)}, {100 * scores[best][0]:.1f} % on validation rows")
         else:
-            why = "has a score on validation images" if finished else "has finished with all of its seeds"
+            why = "has a score on validation rows" if finished else "has finished with all of its seeds"
             unchosen.append(f"{where}: nothing chosen, no point of the grid {why}")
             lines.append(unchosen[-1])
     write_table(out / GRID, pd.DataFrame(rows))

@@ -148,7 +148,7 @@ def headline(
     if protocol is None:
         return None
     final = run.directory.table("final.csv")
-    moment = "the last round" if chosen is None else f"round {chosen}, chosen on validation images"
+    moment = "the last round" if chosen is None else f"round {chosen}, chosen on validation rows"
     moment = moment if chosen or last else "one exchange"
     point = {
         "tuned": f"after {moment} and fine-tuning on the client",

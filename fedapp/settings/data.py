@@ -40,7 +40,7 @@ class DataSettings(Group):
     )
     skip_bad: bool = Field(False, description="leave out files and pictures that cannot be used; they are counted")
     data_fraction: float = Field(
-        1.0, gt=0, le=1, description="share of the images of each class that is used, for small studies"
+        1.0, gt=0, le=1, description="share of the rows of each class that is used, for small studies"
     )
     clients: int = Field(
         0,
@@ -69,14 +69,14 @@ class DataSettings(Group):
         0.25,
         gt=0,
         lt=1,
-        description="in a simulation with split = merged or holdout: share of each client's images for testing",
+        description="in a simulation with split = merged or holdout: share of each client's rows for testing",
     )
     validation: float = Field(
-        0.0, ge=0, lt=1, description="share of each client's training images that is held out for validation scores"
+        0.0, ge=0, lt=1, description="share of each client's training rows that is held out for validation scores"
     )
     public_data: str = Field(
         "",
-        description="public set of KT-pFL: a share such as 0.05 of the training images, held back from the clients of "
+        description="public set of KT-pFL: a share such as 0.05 of the training rows, held back from the clients of "
         "every method, or another data set, NAME or NAME:COUNT; empty = the method's default share",
     )
     class_names: str = Field(
@@ -89,7 +89,7 @@ class DataSettings(Group):
     )
     partition_seed: Annotated[int, Field(ge=0, lt=2**31), OrAuto] = Field(
         AUTO,
-        description="seed of the data: which images are used, who holds them, which are held back; auto = seed, so "
+        description="seed of the data: which rows are used, who holds them, which are held back; auto = seed, so "
         "that every seed has a partition of its own",
     )
 

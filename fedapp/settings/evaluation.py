@@ -22,7 +22,7 @@ class EvaluationSettings(Group):
     protocols: str = Field("received,trained,global", description="which scores are measured")
     metrics: str = Field(
         "accuracy,loss",
-        description="what evaluations of all clients measure on each client's own test images: accuracy, loss, "
+        description="what evaluations of all clients measure on each client's own test rows: accuracy, loss, "
         "balanced, macro_f1, auc, ece; in a simulation also confusion, in the last of them, and your own, "
         "package.module:function(y_true, probabilities)",
     )
@@ -44,7 +44,7 @@ class EvaluationSettings(Group):
     balanced_clients: Annotated[int, Field(ge=1)] | Auto = Field(
         "auto",
         description="clients of the balanced score in evaluations of all clients; auto = all, but in simulations of "
-        "more than 100 as many as cost a tenth of the training, at least 100, on at least 500 images",
+        "more than 100 as many as cost a tenth of the training, at least 100, on at least 500 rows",
     )
     unseen: str = Field(
         "",

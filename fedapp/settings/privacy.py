@@ -21,7 +21,7 @@ class PrivacySettings(Group):
     dp_epsilon: float = Field(
         8.0, gt=0, le=100, description="most that a client's releases from its data may add up to, in all runs"
     )
-    dp_delta: float = Field(1e-5, gt=0, le=1e-2, description="delta for which epsilon holds; below 1 / images")
+    dp_delta: float = Field(1e-5, gt=0, le=1e-2, description="delta for which epsilon holds; below 1 / rows")
     dp_noise: Annotated[float, Field(ge=0.05, le=10_000), OrAuto] = Field(
         AUTO,
         description="standard deviation of the noise in multiples of what one unit changes, with dp = sgd of the noise "

@@ -38,7 +38,7 @@ class TrainingSettings(Group):
         description="weights of the classes in the supervised loss: none, balanced (n / (C n_c) of each client's "
         "training split), or a number for each class, comma-separated",
     )
-    augment: Literal["auto", "none", "weak", "strong"] = Field("auto", description="augmentation of training images")
+    augment: Literal["auto", "none", "weak", "strong"] = Field("auto", description="augmentation of training rows")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast in training and scoring")
     buffers: Literal["global", "local", "drop"] = Field("global", description="what happens to BatchNorm statistics")
     threads: int = Field(1, ge=1, le=1024, description="threads of each client; they affect the last bits")

@@ -117,7 +117,7 @@ class Node(BaseModel):
     )
     min_class_count: Count = Field(
         0,
-        description="smallest number of images that a class must have before a reply may describe it (default 0): "
+        description="smallest number of rows that a class must have before a reply may describe it (default 0): "
         "FedGH, FedGH on Gaussians, pFedFDA, CCVR, Personal CCVR, FedNCM, Fed3R, LDA, QDA and FedCOF must have a "
         "threshold at least as high in `method-args`; FedProto, FedTGP, FedNH, FedPAC, FD and cwFedAvg with "
         "`dist=empirical`, which have no such option, are refused. All these methods are refused with `dp = example`, "
@@ -289,19 +289,19 @@ class Node(BaseModel):
             return
         if config.privacy.dp == "example":
             raise BadRequest(
-                f"this node's owner requires at least {self.min_class_count} images of every class that a reply "
+                f"this node's owner requires at least {self.min_class_count} rows of every class that a reply "
                 "describes (min-class-count in the node-config), and with dp = 'example' replies describe something, "
                 "with noise, of every class: its owner removes min-class-count, or the run takes dp = 'none'"
             )
         if not threshold:
             raise BadRequest(
                 f"replies of {config.federation.method} with these method-args say something of every class, and this "
-                f"node's owner asks for at least {self.min_class_count} images (min-class-count in the node-config): "
+                f"node's owner asks for at least {self.min_class_count} rows (min-class-count in the node-config): "
                 "choose another method"
             )
         if int(getattr(hparams, threshold)) < self.min_class_count:
             raise BadRequest(
-                f"this node's owner requires at least {self.min_class_count} images of every class that a reply "
+                f"this node's owner requires at least {self.min_class_count} rows of every class that a reply "
                 f"describes (min-class-count in the node-config), this run {getattr(hparams, threshold)}: "
                 f'set method-args="{threshold}={self.min_class_count}"'
             )

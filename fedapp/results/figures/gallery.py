@@ -105,11 +105,11 @@ def _known(name: str, runs: Runs, more: str = "") -> Job:
 def _label_distribution(runs: Runs) -> Words:
     analysis.label_shares(runs[0])
     counts, classes = runs[0].counts, runs[0].classes
-    held, images = (counts > 0).sum(axis=1), counts.sum(axis=1)
+    held, rows = (counts > 0).sum(axis=1), counts.sum(axis=1)
     return (
-        "Training images by class and client; an empty cell means 0.",
+        "Training rows by class and client; an empty cell means 0.",
         f"Heat map: {counts.shape[0]} clients hold {held.min()} to {held.max()} of {counts.shape[1]} classes and "
-        f"{images.min()} to {images.max()} training images each.",
+        f"{rows.min()} to {rows.max()} training rows each.",
         maps.label_heat(counts, classes),
     )
 

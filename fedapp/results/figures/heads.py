@@ -29,7 +29,7 @@ def head_maps(runs: Runs) -> Words:
         **{f"row norms, {name}": norms for name, norms in shown.items()},
     }
     return (
-        "Left: training images by client and class. Right: L2 norm of each class's row in the client's head, after its "
+        "Left: training rows by client and class. Right: L2 norm of each class's row in the client's head, after its "
         f"last local training. Correlation with the class shares within clients: {said}.",
         f"Heat maps of class counts and head row norms; their correlation within clients is {said}.",
         maps.norm_maps(panels, base.classes, clients),

@@ -15,13 +15,13 @@ from fedapp.results.figures.style import WIDTH, is_narrow, styled
 
 @styled
 def label_heat(counts: Array, classes: Sequence[str]) -> Figure:
-    """Draw training images by class (rows) and client (columns) as a heat map; `counts` is (clients, classes)."""
+    """Draw training rows by class (rows) and client (columns) as a heat map; `counts` is (clients, classes)."""
     clients, n = counts.shape
     small = clients <= 20 and n <= 40
     width, height = min(WIDTH, 2.2 + (0.42 if small else 0.2) * clients), min(9.0, 1.4 + 0.2 * n)
     figure, ((axes,),) = new_figure(width, height, "client", "class", grid=None)
     mesh = heat_map(axes, counts.T, range(clients), classes, fmt=".0f" if small else "")
-    colour_scale(figure, mesh, axes, "training images")
+    colour_scale(figure, mesh, axes, "training rows")
     return figure
 
 
@@ -39,7 +39,7 @@ def norm_maps(panels: Mapping[str, Array], classes: Sequence[str], clients: Sequ
         mesh = heat_map(axes, values, classes, clients, low=low if i else None, high=high if i else None)
         entitle(axes, title)
         if not i or is_narrow():
-            colour_scale(figure, mesh, axes, "norm" if i else "training images", 0.02, "bottom")
+            colour_scale(figure, mesh, axes, "norm" if i else "training rows", 0.02, "bottom")
     if len(grid) > 1 and not is_narrow():
         text = "norm, the same scale in all" if len(grid) > 2 else "norm"
         colour_scale(figure, mesh, list(grid[1:]), text, 0.02, "bottom")

@@ -57,7 +57,7 @@ def learning_curves(runs: Runs) -> Words:
     )
     caption = f"By completed rounds. {counted_clients(runs)} Bands: one standard deviation over clients.{alone(runs)}"
     if titles["balanced"] in panels:
-        caption += " Balanced scores are on all clients' test images."
+        caption += " Balanced scores are on all clients' test rows."
     if run.card.get("majority_mean") is not None:
         caption += " Dotted: guessing each client's majority class."
     figure = plots.curves(
@@ -160,7 +160,7 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
             "splits.", "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2",
         ),
         ("balanced", "Learning curves, balanced", "balanced accuracy",
-         "Mean recall over all classes on all clients' test images.", ""),
+         "Mean recall over all classes on all clients' test rows.", ""),
     ):  # fmt: skip
         panels: dict[str, list[Curve]] = {}
         for p in PROTOCOL_TEXT:
