@@ -410,8 +410,28 @@ def test_the_spread_over_seeds_says_whether_partitions_differ(
     assert pd.read_csv(tmp_path / "results.csv")["partition_seed"].tolist() == seeds
     runs = read_comparison(tmp_path).runs
     assert len({r.card["hash"] for r in runs}) == len({r.data_seed for r in runs}) == len(set(seeds))
+    assert ("(mean over clients; seed 0 of 2)" in result.output) == (len(set(seeds)) == 2)
     starts = [r.clients["trained_loss"].tolist() for r in runs]
     assert starts[0] != starts[1], "initial values and the order of images still differ between seeds"
+
+
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [("", "2 seeds, each with its own test split"), ("train,train,test", "2 runs on one partition")],
+    ids=["drawn", "given"],
+)
+def test_clients_of_the_data_have_their_own_test_splits(
+    split: str, says: str, tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    parts = [*filter(None, split.split(","))] or [""]
+    rows = [f"{i % 7},{i % 2},{i % 3 % 2},{parts[i % len(parts)]}" for i in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,y,client,split" if split else "a,y,client,", *rows]))
+    columns = "x=a y=y client=client" + " split=split" * bool(split)
+    words = ("--dataset", "csv", "--set", f"data-dir={tmp_path / 't.csv'}", "--set", f"columns={columns}")
+    out = tmp_path / "out"
+    result = command("--methods", "local", *words, "--clients", "2", "--seeds", "2", "--rounds", "1", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert f"mean ± std over {says}" in " ".join(tables_of(out).split())
 
 
 def test_a_page_that_cannot_be_made_is_told_and_changes_nothing(

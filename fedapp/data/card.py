@@ -95,7 +95,7 @@ class DataCard:
             **({"sizes": list(self.sizes)} if self.sizes else {}),
         }
 
-    def text(self, max_classes: int = 26, max_clients: int = SHOWN) -> str:
+    def text(self, max_classes: int = 26, max_clients: int = SHOWN, seed: str = "") -> str:
         """Return the card as plain text: a line per client, a column per class with its training rows (``.``: none).
 
         Names of classes and clients come from files: what is not printed as itself is an escape.
@@ -104,6 +104,7 @@ class DataCard:
         ----------
         max_classes : with more classes than this, a line gives the number of classes and the three largest instead.
         max_clients : clients with a line of their own; a summary follows for the others.
+        seed : which of several partitions this is, for the last line.
         """
         train_sizes, test_sizes = self.train.sum(axis=1), self.test.sum(axis=1)
         data, partition, what = self.dataset, self.partition, self._what
@@ -138,7 +139,8 @@ class DataCard:
         if len(self.train) > max_clients:
             lines.append(self._others(max_clients))
         mean = "-" if np.isnan(self.mean_majority) else f"{100 * self.mean_majority:.1f} %"
-        lines.append(f"always predicting a client's majority class scores {mean} (mean over clients)")
+        over = "; ".join(filter(None, ("mean over clients", seed)))
+        lines.append(f"always predicting a client's majority class scores {mean} ({over})")
         return "\n".join(lines)
 
     def _table(self, classes: Sequence[str], names: Sequence[str], max_classes: int, max_clients: int) -> list[str]:

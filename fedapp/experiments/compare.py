@@ -619,7 +619,8 @@ def _beforehand(values: Mapping[str, Any], jobs: Sequence[Job]) -> Iterator[str]
     for setting in dict.fromkeys(job.setting for job in jobs):
         job = next(j for j in jobs if j.setting == setting)
         data = tasks.federated(job.config, job.config.data.clients)
-        yield data_card(data.dataset, data.partition).text()
+        seeds = len({j.config.data_seed for j in jobs if j.setting == setting})
+        yield data_card(data.dataset, data.partition).text(seed=f"seed {job.seed} of {seeds}" if seeds > 1 else "")
     public = jobs[0].config.data.public_data
     if public and not values.get("public-data"):
         yield f"public-data = {public} for all methods, since one of them needs public images"

@@ -400,6 +400,11 @@ class RunResult:
         found = {name: None for scores in self.summary.get("metrics", {}).values() for name in scores}
         return tuple(name for name in found if name not in ALWAYS)
 
+    @property
+    def printed_metrics(self) -> tuple[str, ...]:
+        """The metrics but the number of classes behind `auc`, which is no score."""
+        return tuple(name for name in self.metrics if name != "auc_classes")
+
     def metric(self, protocol: str, name: str, what: str = "mean") -> float:
         """Return `mean`, `std`, `worst_decile` or `worst` over clients of a metric; NaN where it was not measured."""
         found = {} if self.alone and protocol == "received" else self.summary.get("metrics", {}).get(protocol, {})

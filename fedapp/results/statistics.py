@@ -189,11 +189,11 @@ def spread(values: Iterable[Any], factor: float = 100.0, digits: int = 1, signed
     return text if math.isnan(std) else f"{text} ± {factor * std:,.{digits}f}"
 
 
-def over(seeds: int, partitions: int) -> str:
-    """Write what a spread is over: runs on one partition, or seeds that have a partition each."""
+def over(seeds: int, partitions: int, kind: str = "") -> str:
+    """Write what a spread is over: runs on one partition, or seeds that have a partition of that kind each."""
     if partitions == 1:
         return f"{seeds} runs on one partition"
-    return f"{seeds} seeds, each with a partition of its own"
+    return f"{seeds} seeds, each with {'its own test split' if kind == 'by-client' else 'a partition of its own'}"
 
 
 def privacy(stated: Sequence[Mapping[str, Any]]) -> str:

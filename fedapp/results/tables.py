@@ -39,7 +39,7 @@ def meaning(runs: Sequence[RunResult]) -> str:
     after = {run.final_training for run in runs}
     last = {True: "after one more local training", False: "as each client was last trained"}
     chosen = {run.selected for run in runs}
-    moment = {True: "the round that validation images chose", False: "the last round"}
+    moment = {True: "the round that validation rows chose", False: "the last round"}
     received = f"after {' or '.join(moment[c] for c in sorted(chosen))}, before local training"
     tuned = "tuned: received, then fine-tuned by the method; " if any(TUNED in r.protocols for r in runs) else ""
     plain = f"; {UNADJUSTED}" if any(run.adjusted for run in runs) else ""
@@ -65,7 +65,7 @@ def print_tables(comparison: Comparison) -> None:
             print_fitting(console, [*map(title_of, shown.index)], shown.to_dict("list"))
     lines = [
         "received, trained: each client's own test split, mean over all clients; balanced: mean recall over all "
-        "classes on all clients' test images.",
+        "classes on all clients' test rows.",
     ]
     whole, measures = pd.concat([answer.finished for answer in answers]), comparison.significance.get("measure", ())
     if (comparison.table["method"] == "local").any():
@@ -127,8 +127,11 @@ def _named_clients(runs: Sequence[RunResult], reference: str) -> pd.DataFrame:
 def tables_of(answer: Answer, runs: Sequence[RunResult]) -> Iterator[tuple[str, pd.DataFrame]]:
     """Yield the tables of a setting: title, and the cells of each method."""
     part, again = answer.finished, answer.again.assign(variant=AGAIN_TITLE)
-    seeds, metrics = part["seed"].nunique(), dict.fromkeys(name for run in runs for name in run.metrics)
-    spread_over = f", mean ± std over {over(seeds, part['partition_seed'].nunique())}" if seeds > 1 else ""
+    seeds, metrics = part["seed"].nunique(), dict.fromkeys(name for run in runs for name in run.printed_metrics)
+    kind = part["partition"].iloc[0]
+    drawn = {run.card["hash"] for run in runs if run.card.get("partition") == kind} or {*part["partition_seed"]}
+    partitions = min(len(drawn), part["partition_seed"].nunique())
+    spread_over = f", mean ± std over {over(seeds, partitions, kind)}" if seeds > 1 else ""
     meant = f"\n({meaning(runs)})"
     title = f"{setting_title(part)}, after {counted(int(part['rounds'].max()), 'round')}, in %{spread_over}{meant}"
     yield title, _spreads(part, SCORES)
