@@ -8,6 +8,7 @@ the tables, the templates hold the words.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,7 +115,7 @@ def of_run(run: RunResult, gallery: Gallery) -> str:
             ),
             "",
         ),
-        test_images=_test_images([run]),
+        test_rows=_test_rows([run]),
         tables={
             "scores": _scores(run, scored),
             "metrics": _metrics(run),
@@ -149,14 +150,14 @@ def _metrics(run: RunResult) -> Table:
     rows = [
         [f"{p} {name}", *(Cell(number(run.metric(p, name, what))) for what in wide)]
         for p in (*run.protocols, *run.unseen_scores)
-        for name in ("accuracy", *run.metrics, "loss")
-        if (run.metrics or p in run.unseen_scores) and not math.isnan(run.metric(p, name))
+        for name in ("accuracy", *run.printed_metrics, "loss")
+        if (run.printed_metrics or p in run.unseen_scores) and not math.isnan(run.metric(p, name))
     ]
     return Table(["further metrics", "mean over clients", "std", "worst 10 %", "worst client"], rows)
 
 
-def _test_images(runs: Sequence[RunResult]) -> float:
-    """Return the mean number of a client's test images; 0 where it is not known."""
+def _test_rows(runs: Sequence[RunResult]) -> float:
+    """Return the mean number of a client's test rows; 0 where it is not known."""
     mean, _ = mean_and_std((r.summary.get("test_sizes") or {}).get("mean") for r in runs)
     return 0.0 if math.isnan(mean) else mean
 
@@ -177,7 +178,7 @@ def _client_table(run: RunResult) -> Table:
             ]
         )  # fmt: skip
     scores = [*(f"{p} %" for p in shown), *(f"{p} balanced %" for p in shown)]
-    head = ["client", "model", "training images", "test images", *scores, "majority class %"]
+    head = ["client", "model", "training rows", "test rows", *scores, "majority class %"]
     return Table(head, rows, meaning(shown))
 
 
@@ -295,7 +296,7 @@ def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
         settings=[_answered(comparison, answer, len(answers) > 1) for answer in answers],
         warned=[*([gallery.unanswered] if gallery.unanswered else []), *alerts_of(comparison, answers)],
         differing=varying(runs),
-        test_images=_test_images(finished),
+        test_rows=_test_rows(finished),
         files=[name for name in TABLES if (comparison.out / name).is_file()],
         others=list(_other_tables(comparison)),
         meaning=meaning(_protocols(runs), runs),
@@ -363,13 +364,24 @@ def _further_tables(comparison: Comparison, answer: Answer, order: Sequence[str]
         yield name, Table(["method", *cells], rows, title.replace("\n", " ") + pairs)
 
 
+def bibtex(key: str, title: str, paper: str, authors: str = "") -> str:
+    """Return an entry of BibTeX; `paper` is as in `Method`, `authors` all of them with commas."""
+    found = re.fullmatch(r"(?!ours)([^,;:]+), (?:(.+) )?(\d{4})", paper)
+    fields = {"title": title, "note": paper}
+    if found is not None:
+        names = authors.replace(", ", " and ") or found[1].replace(" et al.", " and others")
+        fields = {"title": title, "author": names, "howpublished": found[2], "year": found[3]}
+    lines = "".join(f",\n  {name} = {{{value}}}" for name, value in fields.items() if value)
+    return f"@misc{{{key}{lines}\n}}"
+
+
 def _bibtex(comparison: Comparison, version: str) -> str:
     """Return entries of fedapp and of each method's paper."""
     methods = {r.method: None for r in comparison.runs}
     known = {m: found for m, found in registry.discover().items() if m in methods and m != "local"}
     entries = [("fedapp", "fedapp: federated learning where the classifier head does the work", f"version {version}")]
     entries += [(name, method.title, method.paper) for name, method in known.items()]
-    return "\n".join(f"@misc{{{key},\n  title = {{{title}}},\n  note = {{{note}}}\n}}" for key, title, note in entries)
+    return "\n".join(bibtex(*entry) for entry in entries)
 
 
 NAMES = {"method", "variant", "reference"}
