@@ -17,9 +17,10 @@ import typer
 import fedapp
 from clients.base import FedClient
 from fedapp import cli, registry
-from fedapp.cli.listing import notes
+from fedapp.cli.listing import notes, secure_sums
 from fedapp.config import GROUPS, KEYS
 from fedapp.method import BaseHParams, Method
+from fedapp.results.report import bibtex
 from reproduction.studies import choosing
 from strategies.base import Strategy
 from tests.house import FILES, module
@@ -326,7 +327,7 @@ def _see(method: Method) -> str:
 def flows(method: Method) -> dict[str, str]:
     """Return what a method declares to send: `down` and `up` in each round, and `once` in a run."""
     each, _, once = method.travels.partition("; once, ")
-    if found := re.match(r"as ([\w ]+)", each):
+    if found := re.match(r"the payload of ([\w ]+)", each):
         return flows(next(m for m in registry.discover().values() if m.title == found[1]))
     if found := re.match(r"(.+) up, (.+) down$", each):
         return {"down": found[2], "up": found[1], "once": once}
@@ -345,7 +346,8 @@ def scheme(method: Method) -> str:
     facts = [
         "Architectures may differ" if method.heterogeneous else "One architecture",
         f"{'one' if method.global_model else 'no'} global model",
-        f"sends {'no ' if method.class_threshold(method.hparams()) is None else ''}numbers of single classes",
+        f"sends {'no ' if method.class_threshold(method.hparams()) is None else ''}class statistics",
+        f"secure sums: {secure_sums(method)}",
         f"{notes()[method.id]['costs'][0]:g} kB up per client and round (`digits-a`)",
     ]
     return "\n".join([
@@ -386,7 +388,9 @@ def in_code(name: str) -> str:
         links.append(f"[hyperparameters with types and defaults](../reference/hyperparameters.md#{m.id})")
     lines = [*reached(name), "", "## In the code", "", ", ".join(links) + "."]
     if m.paper and name != "local":
-        entry = f"@misc{{{m.id},\n  title = {{{m.title}}},\n  note = {{{m.paper}}}\n}}"
+        text = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
+        found = re.search(r"^(.+): \*(.+?)\*, ", text, flags=re.M)
+        entry = bibtex(name, found[2], m.paper, found[1]) if found else bibtex(name, m.title, m.paper)
         lines += ["", "## Cite", "", f"```bibtex\n{entry}\n```"]
     pages = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
     drawn = re.findall(rf"!\[([^\]]+)\]\((figures/{name}-[^)]+)\)", pages)

@@ -188,6 +188,17 @@ def test_the_picture_of_a_method_has_what_it_declares_to_send() -> None:
     assert not [m for m, found in every.items() if re.search(r"\b(down|ways|once)\b", " ".join(found.values()))]
     picture = site_pages.scheme(registry.get("fedgh"))
     assert "↓ the head" in picture and "↑ class means" in picture and "keep their body" in picture
+    assert "secure sums: no" in picture and "secure sums: yes" in site_pages.scheme(registry.get("lgfedavg"))
+
+
+def test_pages_of_methods_cite_all_authors_and_the_year() -> None:
+    assert (
+        "@misc{fedgh,\n  title = {FedGH: Heterogeneous Federated Learning with Generalized Global Header},\n"
+        "  author = {Yi and Wang and Liu and Shi and Yu},\n  howpublished = {ACM MM},\n  year = {2023}\n}"
+    ) in site_pages.in_code("fedgh")
+    for m in registry.discover().values():
+        ours = m.id in ("lda", "qda", "fedghg", "pccvr")
+        assert ("note = {" if ours else "author = {") in site_pages.in_code(m.id) or m.id == "local", m.id
 
 
 @pytest.mark.parametrize("method", [m for m in registry.ORDER if m != "local"])

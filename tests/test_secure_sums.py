@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from flwr.app import Error, Message, RecordDict
 
 from fedapp import registry, server_app
+from fedapp.cli import listing
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.engines import local, resources, runner
@@ -127,6 +128,12 @@ def test_the_server_makes_the_same_of_the_sum_as_of_the_replies(
     monkeypatch.setattr(kind, "aggregate", both)
     assert go(tmp_path / "run", method=method, **{"method-args": SUMMED[method]})["dropped"] == 0
     assert checked == [method]
+
+
+def test_the_list_of_methods_says_with_which_secure_sums_work() -> None:
+    found = {m.id: listing.secure_sums(m) for m in registry.discover().values()}
+    needed = {"fedproto": "down=all", "ccvr": "cov=sums", "pccvr": "cov=sums"}
+    assert found == {m: needed.get(m, "yes" if m in {*SUMMED, *AFTER} else "no") for m in found}
 
 
 @pytest.mark.parametrize("method", AFTER)

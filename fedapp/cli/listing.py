@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 NOTES = Path(__file__).parents[1] / "conf" / "lists" / "methods.toml"
 COLUMNS = (
-    "architectures: any = clients may differ, one = the same for all; global: one global model; classes: the payload "
-    "reveals facts of single classes; kB up: payload of a client in a round, on digits with the model digits-a.\n"
+    "architectures: any = clients may differ, one = the same for all; global: one global model; classes: sends class "
+    "statistics (without them weights still show class sizes); sums: secure sums hide single replies; kB up: payload "
+    "of a client in a round, on digits with the model digits-a.\n"
     "fedapp methods ID: all facts of one method"
 )
 
@@ -34,6 +35,14 @@ def notes() -> dict[str, dict[str, Any]]:
     import tomllib
 
     return tomllib.loads(NOTES.read_text(encoding="utf-8"))
+
+
+def secure_sums(method: Method) -> str:
+    """Return whether secure sums work with a method: `yes`, `no`, or the hyperparameter with which they do."""
+    fields = method.hparams.model_json_schema().get("properties", {})
+    values = [{}, *({name: value} for name, field in fields.items() for value in field.get("enum", ()))]
+    found = next((given for given in values if method.sums(method.hparams(**given)) is not None), None)
+    return "no" if found is None else next((f"{name}={value}" for name, value in found.items()), "yes")
 
 
 def facts(method: Method) -> dict[str, Any]:
@@ -53,6 +62,7 @@ def facts(method: Method) -> dict[str, Any]:
         "global_model": method.global_model,
         "class_info": threshold is not None,
         "class_threshold": threshold or "",
+        "secure_sums": secure_sums(method),
         "public_share": method.public_share,
         "headline": method.deploy_as,
         "payload": method.travels,
@@ -75,7 +85,8 @@ def methods(
         bool, typer.Option("--different-architectures", help="those that allow different architectures")
     ] = False,
     no_class_info: Annotated[
-        bool, typer.Option("--no-class-info", help="those whose payload reveals no facts of single classes")
+        bool,
+        typer.Option("--no-class-info", help="those that send no class statistics"),
     ] = False,
     global_model: Annotated[bool, typer.Option("--global-model", help="those with one global model")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print all facts as JSON")] = False,
@@ -101,12 +112,13 @@ def methods(
     if as_json:
         echo(json.dumps(chosen, indent=2, ensure_ascii=False))
         return
-    facts_of = ("id", "title", "different_architectures", "payload", "paper", "global_model", "class_info", "kb_up")
+    facts_of = ("id", "title", "different_architectures", "payload", "paper", "global_model", "class_info")
+    facts_of += ("secure_sums", "kb_up")
     piped = [[_cell(m.get(name, "")) for name in facts_of] for m in chosen]
     rows = [
         (name, title, "any" if several == "yes" else "one", *further) for name, title, several, _, _, *further in piped
     ]
-    show("", ("id", "method", "architectures", "global", "classes", "kB up"), rows, [facts_of, *piped], COLUMNS)
+    show("", ("id", "method", "architectures", "global", "classes", "sums", "kB up"), rows, [facts_of, *piped], COLUMNS)
 
 
 def _cell(value: object) -> str:
@@ -127,6 +139,10 @@ def describe(method: Mapping[str, Any]) -> None:
             if value != "":
                 table.add_row(name.replace("_", " "), _cell(value))
         Screen(highlight=False).print(table, "", sep="\n")
+    elif rows:
+        rows.insert(0, ("hyperparameter", "type", "default", "meaning"))
+    else:
+        echo(f"{method['title']} has no hyperparameters")
     entries(rows, lambda row: (row[3], f"{row[1]}; default {row[2] or 'empty'}"))
 
 

@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from benchmarks.pages import markdown, replaced
 from fedapp import config as configuration
 from fedapp import registry
-from fedapp.cli.listing import notes
+from fedapp.cli.listing import notes, secure_sums
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest, counted, suggest
@@ -392,8 +392,8 @@ def whom_and_cost(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     return [
         f"Methods of the shortlist help {span(gain, '{:.0f} %'.format)} of the clients of all settings and harm "
         f"{span(lose, '{:.0f} %'.format)}. A client sends {span(sent, size)} a round ({known[0][0].title}). "
-        f"With {sum(map(reveals_classes, methods))} of these {counted(len(methods), 'method')} facts of single classes "
-        "leave a client.",
+        f"Clients send class statistics with {sum(map(reveals_classes, methods))} of these "
+        f"{counted(len(methods), 'method')}.",
         "",
     ]
 
@@ -431,7 +431,7 @@ def shortlist(runs: Sequence[Kept], known: Comparisons) -> list[str]:
         of = registry.get(method)
         return not of.heterogeneous, reveals_classes(method), bool(of.public_share), sent[method]
 
-    rows: list[tuple[str, ...]] = [(title("local"), "any", "no", "0.0", *[DASH] * 3)]
+    rows: list[tuple[str, ...]] = [(title("local"), "any", "no", DASH, "0.0", *[DASH] * 3)]
     for method in sorted(shown, key=needs):
         one, reveals, public, up = needs(method)
         ordered = sorted(known, key=lambda pair: pair[1].methods[method].mean)
@@ -439,16 +439,18 @@ def shortlist(runs: Sequence[Kept], known: Comparisons) -> list[str]:
         decided = " / ".join(str(sum(method in c.of(word) for _, c in known)) for word in ("better", "equal", "open"))
         rows.append((
             title(method), f"{'one' if one else 'any'}{', public rows' if public else ''}",
-            "yes" if reveals else "no", f"{up / 1000:.1f}", decided, low, high,
+            "yes" if reveals else "no", secure_sums(registry.get(method)), f"{up / 1000:.1f}", decided, low, high,
         ))  # fmt: skip
-    heads = "method|architectures|reveals classes|up, kB:|better / equal / open:|lowest, points|highest, points"
+    heads = "method|architectures|class statistics|secure sums|up, kB:|better / equal / open:|lowest, points"
     return [
         f"{counted(len(shown), 'method')} of {measured} are worse than training alone in no setting. The number is the "
-        "difference in the worst setting, in points.",
-        "", *markdown("need|no facts of classes leave a client|facts of classes may leave", short), "",
+        "difference in the worst setting, in points. Without class statistics the weights still show class sizes "
+        "([threat model](threat-model.md#what-replies-reveal)); [secure sums](secure-sums.md) hide them "
+        "where the table below has *yes*.",
+        "", *markdown("need|sends no class statistics|sends class statistics", short), "",
         FOLDED.format("Needs, bytes and intervals of these methods"), "",
         "*Lowest* and *highest*: difference to training alone in a setting.",
-        "", *markdown(heads, rows), "", "</details>", "",
+        "", *markdown(f"{heads}|highest, points", rows), "", "</details>", "",
     ]  # fmt: skip
 
 

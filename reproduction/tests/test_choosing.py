@@ -164,8 +164,8 @@ def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.Mon
     )
     assert (
         "Methods of the shortlist help 0 % (LG-FedAvg) to 100 % (FedGH) of the clients of all settings and harm 0 %. A "
-        "client sends 2,600 B a round (Digits, 10 clients, Dirichlet 0.5). With 1 of these 2 methods facts of single "
-        "classes leave a client." in text
+        "client sends 2,600 B a round (Digits, 10 clients, Dirichlet 0.5). Clients send class statistics with 1 of "
+        "these 2 methods." in text
     )
     assert "makes 0 to 0 % of the clients of a setting lose by chance" in text
     assert "Not finished in all seeds (Digits, 10 clients, Dirichlet 0.5): FedPer." in text
@@ -185,7 +185,7 @@ def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.Mon
     assert [line.split(" | ")[0] for line in table[2:]] == ["| Standalone", "| LG-FedAvg", "| FedGH"], (
         "by what is revealed"
     )
-    assert "any | yes | 2.6 | 2 / 0 / 0 |" in table[-1]
+    assert "any | yes | no | 2.6 | 2 / 0 / 0 |" in table[-1]
     page, picture = choosing.page(PAGE, runs)
     assert text in page and page.count("between") == 3
     told = "Of 60 clients, those with at most 65 training rows gain +4.0 points on average, those with more +4.0."
