@@ -387,7 +387,7 @@ def test_methods_lists_a_line_each_when_stdout_is_no_terminal(fedapp: Callable[.
     assert code == 0
     lines = said.splitlines()
     assert [line.split("\t")[0] for line in lines][:4] == ["id", "fedclassavg", "cwfedavg", "fedgh"]
-    assert all(len(line.split("\t")) == 8 for line in lines)
+    assert all(len(line.split("\t")) == 9 for line in lines)
 
 
 def test_dry_run_shows_configuration_and_traffic_and_trains_nothing(
