@@ -112,8 +112,10 @@ def methods(
     if as_json:
         echo(json.dumps(chosen, indent=2, ensure_ascii=False))
         return
-    facts_of = ("id", "title", "different_architectures", "payload", "paper", "global_model", "class_info")
-    facts_of += ("secure_sums", "kb_up")
+    facts_of = (
+        "id", "title", "different_architectures", "payload", "paper", "global_model", "class_info", "secure_sums",
+        "kb_up",
+    )  # fmt: skip
     piped = [[_cell(m.get(name, "")) for name in facts_of] for m in chosen]
     rows = [
         (name, title, "any" if several == "yes" else "one", *further) for name, title, several, _, _, *further in piped
