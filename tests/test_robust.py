@@ -99,8 +99,8 @@ def test_a_count_that_is_made_up_weighs_no_more_than_the_cap(
             reply.content[METRICS]["num-examples"] = count
             return reply
 
-        def believe(self: VirtualCohort, members: Sequence[Member], by_size: bool = False) -> list[ClientInfo]:
-            return enrol(self, [replace(m, examples=count) if m.client == 0 else m for m in members], by_size)
+        def believe(self: VirtualCohort, members: Sequence[Member]) -> list[ClientInfo]:
+            return enrol(self, [replace(m, examples=count) if m.client == 0 else m for m in members])
 
         monkeypatch.setattr(VirtualCohort, "enrol", believe)
         return lie
