@@ -184,6 +184,7 @@ class ServerContext:
     shape : of one sample of the clients' data as a model takes it, for strategies that build their own model; empty =
         unknown.
     weights : file of stored weights that the initial values come from; empty = they were drawn.
+    nodes : whether clients are real nodes.
     totals : sums of an earlier run, see `strategies._sums.HeadFromSums.union`; None = there are none.
     warn : shows a line to the user and notes it in the summary.
     """
@@ -198,6 +199,7 @@ class ServerContext:
     score: Callable[[Mapping[str, Array], Mapping[str, Scalar]], float | None] = lambda arrays, scalars: None
     shape: tuple[int, ...] = ()
     weights: str = ""
+    nodes: bool = False
     totals: ServerState | None = None
     warn: Callable[[str], None] = lambda text: None
 

@@ -25,6 +25,7 @@ from fedapp.results.answers import answers_of
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
 from fedapp.tasks.node import Node, OwnDataError, node_task
+from strategies import _sums
 from tests.matrix import methods
 from tests.test_nodes import start
 
@@ -294,6 +295,20 @@ def test_features_of_two_bodies_are_never_added(tmp_path: Path, monkeypatch: pyt
     h, calibration = np.column_stack([z, np.ones(len(z))]), summary["calibration"]
     wanted = np.linalg.solve(h.T @ h + calibration["lam"] * np.eye(13), h.T @ np.eye(4)[y]).T
     np.testing.assert_allclose(found[W] / calibration["scale"], wanted[:, :-1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("least", "said"), [(151, 1), (150, 0)])
+def test_second_moments_of_few_rows_are_warned_of_on_nodes(
+    least: int, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _sums.FEW_ROWS == 1 / 4
+    monkeypatch.setattr(_sums, "FEW_ROWS", least / 12)
+    monkeypatch.setenv("FEDAPP_STATE", str(tmp_path / "home"))
+    places = [features(tmp_path / f"{k}.npz", rows=r, client=False, seed=k) for k, r in enumerate((240, 240, 200))]
+    nodes = {70 + k: {"client-id": k, "data-path": str(place)} for k, place in enumerate(places)}
+    summary, *_ = start(tmp_path, nodes, method="lda", dataset="npz", model="identity", **{"class-names": "0,1,2,3"})
+    told = [text for text in summary["warnings"] if "second moments" in text]
+    assert len(told) == said and all("client 2 sent second moments of 150 rows of 12 features" in text for text in told)
 
 
 @pytest.mark.parametrize(

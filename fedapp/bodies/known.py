@@ -105,7 +105,7 @@ def _lite0(file: Path) -> nn.Module:
     return net  # type: ignore[no-any-return]
 
 
-_KNOWN = (
+KNOWN = (
     # The weights want (x - 127) / 128, as TensorFlow's Lite models do. The package's page shows ImageNet's moments.
     Body(
         "efficientnet-lite0",
@@ -133,7 +133,7 @@ _TOKENIZER = "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"
 """SHA-256 of the tokenizer of `minilm`."""
 EXAMPLE = "'body.onnx size=128 mean=127 std=128', 'text.onnx tokenizer=tokenizer.json' or 'minilm'"
 """Texts that :func:`of_text` reads."""
-NAMES = tuple(body.name for body in _KNOWN)
+NAMES = tuple(body.name for body in KNOWN)
 """Names of the known bodies."""
 
 
@@ -171,7 +171,7 @@ def known(name: str, size: int = 0) -> Body:
         raise BadRequest(
             f"unknown body '{name}'{suggest_choice(name, NAMES, ', or give FILE.onnx or module:function')}"
         )
-    body = _KNOWN[NAMES.index(name)]
+    body = KNOWN[NAMES.index(name)]
     file = _shipped(body, body.file, body.weights)
     tokenizer = _shipped(body, body.tokenizer, _TOKENIZER) if body.tokenizer else None
     if body.make:

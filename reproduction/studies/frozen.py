@@ -29,6 +29,7 @@ from sklearn.linear_model import LogisticRegression
 from benchmarks.pages import markdown, replaced
 from fedapp import config as configuration
 from fedapp import registry
+from fedapp.bodies.known import KNOWN
 from fedapp.data import datasets
 from fedapp.data.partitions import ClientSplit, Partition
 from fedapp.engines.local import run
@@ -519,6 +520,11 @@ def comparison(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]
         if gains:
             lines.append(f"{title(head)}: {ends(gains, '+')} points against training alone in {len(gains)} of "
                          f"{len(known)} settings.")  # fmt: skip
+    harm = {name: mean(f[CHOOSING], "harm") for name, f in known.items() if CHOOSING in f}
+    if harm := {name: points for name, points in harm.items() if np.isfinite(points)}:
+        most = min(harm, key=lambda name: harm[name] + margins[name])
+        lines.append(f"With `choose` the mean harm to clients, against LDA alone, comes nearest to the margin in "
+                     f"{SETTINGS[most].title}: {-harm[most]:.1f} points, margin {margins[most]:.1f}.")  # fmt: skip
     own = [name for name in known if mean(known[name]["alone"], "unshared") == 100]
     runs = [run for name, found in known.items() if name not in own for head in SHOWN for run in found[head]]
     small, large = (mean_gain(runs, name) for name in ("few", "many"))
@@ -546,10 +552,29 @@ def tables(kept: Kept, settings: Iterable[str]) -> list[str]:
     return lines[1:] or [UNMEASURED]
 
 
+def costs(kept: Kept) -> str:
+    """Say how many processor seconds the runs of both commands took, and the searches of the second."""
+    searches = {key[::2]: s["search"] for key, s in kept.items() if "search" in s}
+    once, rounds = (sum(s.get("seconds", 0) for key, s in kept.items() if (key[0] in ROUNDS) is r) for r in (0, 1))
+    return (
+        f"The runs of the first command took {once:,.0f} processor seconds, those of the second {rounds:,.0f}, its "
+        f"searches {sum(searches.values()):,.0f}. Extraction, central and own models are not counted."
+    )
+
+
+def bodies() -> list[str]:
+    """Build the table of the known bodies."""
+    rows = [
+        (b.name, b.package, b.weights, b.licence, f"pictures of {b.size} pixels" if b.size else "English sentences")
+        for b in KNOWN
+    ]
+    return markdown("body|packages|SHA-256 of the weights|licence|input", rows)
+
+
 def page(text: str, kept: Kept) -> str:
     """Return the page with its answer and its tables."""
-    made = {"answer": answer(kept), "settings": tables(kept, PLAIN), "rounds": tables(kept, ROUNDS),
-            "guards": guard_table(kept)}  # fmt: skip
+    made = {"answer": answer(kept), "costs": [costs(kept)], "bodies": bodies(), "settings": tables(kept, PLAIN),
+            "rounds": tables(kept, ROUNDS), "guards": guard_table(kept)}  # fmt: skip
     for name, lines in made.items():
         text = replaced(text, name, lines)
     return text
