@@ -250,7 +250,7 @@ class HeadFromSums(ClosedForm):
                 f"{ROUGH:g} of their root mean square, since client {most.client} states a feature of {most.largest:g}"
             )
 
-    def warn_of_few_rows(self, replies: Sequence[Reply]) -> None:
+    def warn_of_few_rows(self, replies: list[Reply]) -> None:
         """Warn of the node whose second moments are of the fewest rows, if these are so few that they tell the rows."""
         alone = [reply for reply in replies if not reply.members]
         least = min(alone, key=lambda reply: reply.num_samples, default=None)

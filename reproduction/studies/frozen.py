@@ -555,7 +555,9 @@ def tables(kept: Kept, settings: Iterable[str]) -> list[str]:
 def costs(kept: Kept) -> str:
     """Say how many processor seconds the runs of both commands took, and the searches of the second."""
     searches = {key[::2]: s["search"] for key, s in kept.items() if "search" in s}
-    once, rounds = (sum(s.get("seconds", 0) for key, s in kept.items() if (key[0] in ROUNDS) is r) for r in (0, 1))
+    once, rounds = (
+        sum(s.get("seconds", 0) for key, s in kept.items() if (key[0] in ROUNDS) == r) for r in (False, True)
+    )
     return (
         f"The runs of the first command took {once:,.0f} processor seconds, those of the second {rounds:,.0f}, its "
         f"searches {sum(searches.values()):,.0f}. Extraction, central and own models are not counted."

@@ -100,6 +100,16 @@ def test_settings_are_what_the_page_says() -> None:
         assert SETTINGS[f"banking77-{name}"].values == {**SETTINGS["banking77"].values, **guard}
 
 
+def test_the_seconds_of_both_commands_are_added_and_each_search_counts_once() -> None:
+    def run(seconds: float) -> Scores:
+        return {"seconds": seconds, "search": 30.0}
+
+    trained = {("banking77-rounds", seed, model): run(4.0) for seed in (0, 1) for model in ("local", "fedavg")}
+    found = frozen.costs({("banking77", 0, "lda"): {"seconds": 5.0}, ("banking77", 0, "alone"): {}, **trained})
+    assert found.startswith("The runs of the first command took 5 processor seconds, those of the second 16, its "
+                            "searches 60.")  # fmt: skip
+
+
 def test_sentences_of_a_comparison_follow_from_the_scores() -> None:
     def setting(shares: float, rows: float, unshared: float, gains: tuple[float, float]) -> dict[str, list[Scores]]:
         head = {"shares": shares, "global": 0.8, "apart": 0.0, "few": gains[0], "few_clients": 10.0, "many": gains[1],
