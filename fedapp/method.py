@@ -184,7 +184,7 @@ class ServerContext:
     shape : of one sample of the clients' data as a model takes it, for strategies that build their own model; empty =
         unknown.
     weights : file of stored weights that the initial values come from; empty = they were drawn.
-    nodes : whether clients are real nodes.
+    nodes : whether clients are real nodes, whose answers have no noise.
     totals : sums of an earlier run, see `strategies._sums.HeadFromSums.union`; None = there are none.
     warn : shows a line to the user and notes it in the summary.
     """

@@ -476,7 +476,7 @@ class Run(Setup):
             buffers=self.config.training.buffers,
             score=central.accuracy if central else None,
         )
-        return dataclasses.replace(context, warn=self.warn, nodes=not self.own)
+        return dataclasses.replace(context, warn=self.warn, nodes=not self.own and self.config.mechanism is None)
 
 
 class Simulation(Run):

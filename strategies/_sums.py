@@ -141,7 +141,7 @@ class HeadFromSums(ClosedForm):
         found, kept = (reduced.totals("sums"), {}) if names else self.union(reduced, bits)
         if bits and not names:
             self.warn_of_rounding(found.sums, bits)
-        if self.context.nodes and "a" in found.sums and self.policy.privacy is None and not names:
+        if self.context.nodes and "a" in found.sums and not names:
             self.warn_of_few_rows(reduced.clients)
         if self.settings.precision() is np.float32:
             sums.check_offset(found.sums["a"])
