@@ -5,6 +5,7 @@ are not run again and broken ones go on from their checkpoint, so the command ca
 What they need of a run is one line of docs/choosing.jsonl, written when the run has ended. A line whose
 configuration, hyperparameters or scores mean something else today is left out, and its run is repeated. Training alone
 runs a second time with the partition of its seed and the next training seed. Without `--out` nothing is run.
+Runs with scores over all classes are collected in `choosing-new.jsonl` (`--kept`), until there are all of them.
 """
 
 from __future__ import annotations
