@@ -129,4 +129,5 @@ def writing_to(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise BadRequest(f"{folder} cannot be written ({e.strerror or e}); give a folder that you may write to") from e
+        remedy = "make it first" if isinstance(e, FileNotFoundError) else "give a folder that you may write to"
+        raise BadRequest(f"{folder} cannot be written ({e.strerror or e}); {remedy}") from e
