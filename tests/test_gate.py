@@ -780,7 +780,7 @@ def test_a_database_belongs_to_one_superlink(tmp_path: Path) -> None:
     with database.lock_database(path):
         pass
     missing = database.lock_database(str(tmp_path / "missing" / "a.db"))
-    with pytest.raises(BadRequest, match="missing cannot be written .*; make it first"), missing:
+    with pytest.raises(BadRequest, match=r"missing cannot be written .*; make it first"), missing:
         pass
 
 
