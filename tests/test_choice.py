@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import fedapp
 from clients.choice import CHOSEN, held_out
 from fedapp import registry
 from fedapp.config import from_flat
@@ -21,6 +22,7 @@ from fedapp.tasks import simulated
 from strategies.lda import ALONE, LDAHParams
 from tests.closedform import server
 from tests.handmade import one_batch_task, refusal
+from tests.test_features import picture_body
 from tests.test_personal_heads import B, W, heads, on_features, union
 
 Tiny = Callable[..., RunResult]
@@ -188,7 +190,7 @@ def test_choose_implies_the_shares_and_a_fitted_factor() -> None:
 def alone(text: str, place: Path, sites: int) -> np.ndarray:
     """Accuracies of each site's own head on its test rows, in NumPy; of ridge with the best of three penalties."""
     with np.load(place) as found:
-        x, y, site, train = found["x"].astype(float), found["y"], found["client"], found["split"] == "train"
+        x, y, site, train = found["x"].astype(float), found["y"], found["client"].astype(int), found["split"] == "train"
     right = []
     for k in range(sites):
         mine, test = train & (site == k), ~train & (site == k)
@@ -203,7 +205,26 @@ def alone(text: str, place: Path, sites: int) -> np.ndarray:
     return 100 * np.array(right)
 
 
-SHIFTS = {"shifted": {"darker": 0.5, "moved": 1.5}, "worlds": {"turn": 1.0}, "alike": {}}
+def pictures(path: Path, sites: int, seed: int, each: int = 240) -> Path:
+    """Write features of small pictures by a body; a third of the sites each has them darker, blurred, half as wide."""
+    rng = np.random.default_rng(seed)
+    tiles, shares = rng.normal(size=(4, 4, 4, 3)), rng.dirichlet(np.full(4, 2.0), sites)
+    y = np.concatenate([rng.choice(4, each, p=share) for share in shares])
+    site = np.repeat(np.arange(sites), each)
+    x = 127 + 20 * np.tile(tiles, (1, 4, 4, 1))[y] + 60 * rng.normal(size=(len(y), 16, 16, 3))
+    x[site % 3 == 0] *= 0.5
+    blurred = x[site % 3 == 1]
+    x[site % 3 == 1] = (blurred + np.roll(blurred, 1, axis=1) + np.roll(blurred, 1, axis=2)) / 3
+    x[site % 3 == 2] = x[site % 3 == 2][:, ::2, ::2].repeat(2, axis=1).repeat(2, axis=2)
+    raw = path.with_name(f"{path.stem}-raw.npz")
+    split = np.where(np.arange(len(y)) % 3 == 2, "test", "train")
+    np.savez(raw, x=x.clip(0, 255).astype(np.uint8), y=y, client=site, split=split)
+    body = picture_body(path.with_suffix(".onnx"), width=10, side=16)
+    fedapp.features(raw, body, path, size=16, mean=[127.0], std=[128.0], workers=1)
+    return path
+
+
+SHIFTS = {"shifted": {"darker": 0.5, "moved": 1.5}, "worlds": {"turn": 1.0}, "alike": {}, "pictures": {}}
 
 
 @pytest.mark.parametrize("text", ["lda", "fed3r"])
@@ -217,7 +238,8 @@ def test_the_choice_harms_no_site_by_more_than_the_margin(text: str, shift: str,
     harm: dict[str, list[float]] = {"choose": [], "personal": []}
     margins = []
     for seed in range(3):
-        place = worlds(tmp_path / f"{seed}.npz", sites=8, seed=seed, **SHIFTS[shift])
+        make = pictures if shift == "pictures" else worlds
+        place = make(tmp_path / f"{seed}.npz", sites=8, seed=seed, **SHIFTS[shift])
         reference = alone(text, place, 8)
         margins.append(max(min(1.0, (100 - reference.mean()) / 10), 100 / 80))
         for option, found in harm.items():
