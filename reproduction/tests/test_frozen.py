@@ -52,7 +52,7 @@ def test_a_setting_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name, kinds in {"PLAIN": ("made",), "ROUNDS": (), "GUARDED": ()}.items():
         monkeypatch.setattr(frozen, name, kinds)
     page, lines = tmp_path / "page.md", tmp_path / "kept.jsonl"
-    parts = ("answer", "settings", "rounds", "guards")
+    parts = ("answer", "costs", "bodies", "settings", "rounds", "guards")
     page.write_text("".join(f"<!-- table:{part} -->\n<!-- /table:{part} -->\n" for part in parts))
     frozen.main(kept=lines, doc=page)
     assert frozen.UNMEASURED in page.read_text()
