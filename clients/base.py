@@ -254,7 +254,6 @@ class FedClient(PositionalClient):
 
     def run_phases(self) -> TrainReport:
         """Run the local training of the round; return the report of the phases on the training split."""
-        drop_statistics(self.model, self.task.buffers)
         report = TrainReport()
         for phase in self.phases():
             done = self.run_phase(phase)
@@ -334,6 +333,7 @@ class FedClient(PositionalClient):
         metrics: dict[str, Any] = {}
         if "received" in self.task.protocols:
             metrics.update(self.measure("received", balanced))
+        drop_statistics(self.model, self.task.buffers)
         self.before_training(payload)
         self.report = self.run_phases()
         extras, numbers = self.after_training(payload)
@@ -387,6 +387,7 @@ class FedClient(PositionalClient):
 
     def train_to_score(self, payload: Payload, *, balanced: bool = True) -> dict[str, Any]:
         """Train after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
+        drop_statistics(self.model, self.task.buffers)
         self.before_training(payload)
         self.report = self.run_phases()
         self.after_training(payload)
@@ -421,6 +422,7 @@ class FedClient(PositionalClient):
         if epochs:
             # Not in the task: KT-pFL has epochs of its own, and unseen clients of all methods train equally long.
             self.newcomer_epochs = epochs
+            drop_statistics(self.model, self.task.buffers)
             self.before_training(payload)
             self.report = self.run_phases()
             self.after_training(payload)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ from fedapp.reduce.spec import Mean, Query
 from fedapp.results.runs import RunResult
 from fedapp.settings import DataSettings, FederationSettings, RobustnessSettings, TrainingSettings
 from fedapp.tasks import simulated
+from fedapp.transport.boundary import Contract, decoded_problem
 from strategies.base import Strategy
 
 DIGITS_BYTES = 4 * 38_282
@@ -97,8 +99,13 @@ def context(
 
 
 def refusal(strategy: Strategy, state: ServerState, sent: Reply) -> str | None:
-    """What is wrong with a reply, as a run finds it."""
-    return strategy.schema(state, sent.kind).check(sent)
+    """What is wrong with a reply, as a run finds it; model arrays may be absent."""
+    schema = strategy.schema(state, sent.kind)
+    if problem := schema.check(sent):
+        return problem
+    present = {n: shape for n, shape in schema.shapes.items() if n in sent.arrays}
+    contract = Contract(sent.client, sent.kind, replace(schema, shapes=present), sys.maxsize, sent.num_samples)
+    return decoded_problem(sent.arrays, contract)
 
 
 def asking(strategy: Strategy, ask: Callable[[str, Payload], Iterable[Reply]]) -> Query:

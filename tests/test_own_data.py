@@ -417,7 +417,7 @@ def test_the_three_forms_of_an_index_file_say_the_same(tmp_path: Path) -> None:
         ([{"train": [], "test": [1]}], "has no training rows"),
         ([{"name": "a", "train": [0]}, {"name": "a", "train": [1]}], "two clients are called 'a'"),
         ([{"name": "a", "train": [0], "test": [1]}], "one group in train and in test"),
-        ([{"name": "a", "train": [0.5]}], "valid integer"),
+        ([{"name": "a", "train": [0.5]}], "must be a whole number"),
         ([{"name": "a", "training": [0]}], "Field required|Extra inputs"),
         ([], "at least 1 item"),
     ],
