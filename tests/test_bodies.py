@@ -107,6 +107,7 @@ def test_each_head_is_the_ridge_regression_of_the_rows_of_its_body(
             assert own[client] == pytest.approx((logits.argmax(axis=1) == labels[~trains]).mean())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "method",
     ["fed3r(personal=true)", "lda(choose=true)", "qda(personal=true)", "fedncm(min_count=2)", "fedcof(personal=true)"],

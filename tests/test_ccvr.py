@@ -402,6 +402,7 @@ def test_what_a_client_describes_is_what_the_bases_head_multiplies(base: str) ->
     np.testing.assert_allclose(z @ arrays[W].T + arrays[B], logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transform", ["none", "feature", "sample", "sample-only"])
 @pytest.mark.parametrize("base", [b if b == "fedavg" else pytest.param(b, marks=pytest.mark.full) for b in BASES])
 def test_no_transform_stands_before_a_head_that_was_not_calibrated(base: str, transform: str, tmp_path: Path) -> None:
@@ -530,6 +531,7 @@ def test_features_of_lower_rank_than_their_width(args: str) -> None:
 # ---- transforms ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transform", ["none", "feature", "sample", "sample-only"])
 def test_clients_and_server_use_the_same_calibrated_model(transform: str, tmp_path: Path) -> None:
     """The clients' test splits together are the central test set here: both score one model on the same images."""

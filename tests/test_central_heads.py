@@ -65,6 +65,7 @@ def central(method: str, z: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.column_stack([means, -0.5 * (means**2).sum(axis=1)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "offset 100", "one row a class"])
 @pytest.mark.parametrize("method", ["fed3r lam=2", "lda prior=pooled", "fedncm metric=euclidean"])
 def test_the_head_is_that_of_all_rows_together(method: str, kind: str, tmp_path: Path, tiny: Tiny) -> None:

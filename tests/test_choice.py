@@ -227,6 +227,7 @@ def pictures(path: Path, sites: int, seed: int, each: int = 240) -> Path:
 SHIFTS = {"shifted": {"darker": 0.5, "moved": 1.5}, "worlds": {"turn": 1.0}, "alike": {}, "pictures": {}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", ["lda", "fed3r"])
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_the_choice_harms_no_site_by_more_than_the_margin(text: str, shift: str, tmp_path: Path, tiny: Tiny) -> None:

@@ -39,6 +39,7 @@ METHODS = ["fedavg", "local", "lgfedavg", "fedclassavg", "fedproto", "fedgh", "k
            "cwfedavg", "ccvr"]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", methods(METHODS))
 def test_the_end_is_that_of_a_run_which_stopped_at_the_chosen_round(
     method: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch

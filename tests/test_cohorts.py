@@ -411,6 +411,7 @@ def sizes(out: Path) -> dict[int, int]:
     return dict(zip(rows["client"], rows["num_samples"], strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("held", [1 << 30, 500_000])
 def test_the_largest_clients_begin_first_and_no_number_changes(
     held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -326,6 +326,7 @@ def test_another_configuration_in_the_folder_stops_before_any_run(
     assert in_turn == []
 
 
+@pytest.mark.full
 def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: list[Path], in_turn: list[str]) -> None:
     words = ("--methods", "local,fedavg(lr=0.02)", "--partitions", "iid,dirichlet:1.0", "--seeds", "2", *SMALL[:4])
     result = command(*words, "--out", str(tmp_path), "--target", "0.3")

@@ -183,6 +183,7 @@ def test_what_is_tied_stays_tied_and_what_copies_itself_does() -> None:
     assert torch.equal(found.extra, model.extra) and found.extra is not model.extra
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_new_values_are_those_of_a_model_that_is_built_or_it_is_built(name: str) -> None:
     state = torch.get_rng_state()

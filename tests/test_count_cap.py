@@ -231,6 +231,7 @@ def test_noised_sums_count_for_no_more_than_the_cap(method: str) -> None:
     assert np.array_equal(totals(answers[0], 1e9), totals(answers[0], 0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "args"), [*((m, "") for m in HEADS), ("ccvr", "cov=sums epochs=1")])
 def test_a_node_that_makes_up_its_counts_moves_the_head_no_farther_than_the_cap(
     method: str, args: str, tmp_path: Path

@@ -201,6 +201,7 @@ def test_a_step_that_draws_nothing_is_noise() -> None:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fedavg", *(pytest.param(m, marks=pytest.mark.full) for m in OTHERS)])
 def test_a_run_books_every_training_and_spends_what_was_asked(
     method: str, tiny: Tiny, no_page: Any, replies: list[tuple[str, Reply]]
@@ -229,6 +230,7 @@ def test_a_generous_budget_learns_and_a_small_one_does_not(tiny: Tiny, no_page: 
     assert good > 0.6 and poor < 0.4
 
 
+@pytest.mark.full
 def test_a_seed_repeats_test_noise_and_never_real_noise(
     tiny: Tiny, no_page: Any, replies: list[tuple[str, Reply]]
 ) -> None:
@@ -289,6 +291,7 @@ def test_a_damaged_line_of_steps_is_not_read(tmp_path: Path) -> None:
             ledger.entries()
 
 
+@pytest.mark.full
 def test_real_nodes_send_models_and_what_they_have_spent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replies: list[tuple[str, Reply]]
 ) -> None:

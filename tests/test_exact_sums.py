@@ -204,6 +204,7 @@ def head(run: RunResult) -> tuple[str, dict[str, np.ndarray]]:
     return hashlib.sha256(b"".join(stored[n].tobytes() for n in sorted(stored))).hexdigest(), stored
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "offset 1000", "one row a class"])
 @pytest.mark.parametrize("method", ["fed3r", "lda", "fedncm"])
 def test_a_head_has_the_same_bits_for_every_division(method: str, kind: str, tmp_path: Path, tiny: Tiny) -> None:
@@ -277,6 +278,7 @@ def test_a_false_largest_feature_is_named(
     assert len(told) == warned and all("client 4 states a feature of 100000" in w for w in told)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fed3r", "lda"])
 def test_second_moments_in_single_precision(method: str, tmp_path: Path, tiny: Tiny) -> None:
     """Clients of 4 rows have singular second moments, which rounding makes indefinite."""

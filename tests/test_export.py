@@ -57,6 +57,7 @@ def test_own_models_need_a_word_as_for_predict(tiny: Any, tmp_path: Path) -> Non
     assert torch.allclose(torch.export.load(file).module()(x), net(x), atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("to", exporting.FORMATS)
 @pytest.mark.parametrize("name", ["FixedBatch", "ByValue"])
 def test_a_model_that_is_no_graph_says_what_to_change(name: str, to: str, tiny: Any, tmp_path: Path) -> None:
@@ -101,6 +102,7 @@ def test_a_full_disk_ends_with_a_message(to: str, tiny: Any, tmp_path: Path) -> 
     assert not [p.name for p in tmp_path.iterdir() if "net" in p.name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["image", "series"])
 def test_onnx(kind: str, tiny: Any, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -984,6 +984,7 @@ def post(
     return raw(link, port, "\r\n".join([*head, "", ""]).encode() + body, shown=shown).split()[1]
 
 
+@pytest.mark.full
 def test_the_public_listener_passes_nothing_but_a_nodes_paths(link: Deployment) -> None:
     refused = (
         "/v1/control/list-runs", "/v1/control/start-run", "/v1/control/register-node", "/v1/control/unregister-node",
@@ -1240,6 +1241,7 @@ def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) ->
     served(tests, monkeypatch)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_slow_line_gets_a_large_answer_and_one_that_takes_nothing_is_closed(
     encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

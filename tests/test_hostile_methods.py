@@ -300,6 +300,7 @@ def test_one_client_does_not_end_a_run_by_its_training_loss(loss: float, dropped
     assert (run.summary["dropped"] > 0) == dropped
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("then", [None, 1e9, -8e3, math.nan])
 @pytest.mark.parametrize("clients", [2, 3])
 def test_no_client_of_two_ends_a_run_by_its_training_loss(clients: int, then: float | None, tmp_path: Path) -> None:
@@ -401,6 +402,7 @@ EVERY = [*methods(), *(pytest.param(m, marks=pytest.mark.full) for m in (
 NODES: dict[str, Any] = {"nodes": True, "min_replies": 0.5, **QUICK}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", EVERY)
 def test_one_client_does_not_end_a_run_with_the_longest_lie_that_counts(
     method: str, limit: list[float], tmp_path: Path
@@ -412,6 +414,7 @@ def test_one_client_does_not_end_a_run_with_the_longest_lie_that_counts(
     assert set(run.summary.get("blocked", [])) <= {1}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", EVERY)
 def test_a_run_of_one_round_with_a_lie_can_be_resumed(method: str, limit: list[float], tmp_path: Path) -> None:
     """The state before it is the one that all start from."""

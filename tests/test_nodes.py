@@ -357,6 +357,7 @@ def other_run(root: Path, client: int, seen: float = 0.0, pause: float = 0.0) ->
     return note
 
 
+@pytest.mark.full
 def test_a_second_run_is_told_of_the_first_and_keeps_out(tmp_path: Path) -> None:
     note = other_run(tmp_path, 1)
     with pytest.raises(
@@ -419,6 +420,7 @@ def test_the_claim_of_a_stopped_run_is_released(tmp_path: Path, monkeypatch: pyt
     assert asked == [7, 7] and {p.name for p in folder.iterdir()} <= {".lock"}
 
 
+@pytest.mark.full
 def test_a_node_that_could_not_take_part_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one whose folder a stopped run still claims; what it says is shown once, though it counts seconds."""
     monkeypatch.setattr("fedapp.transport.nodes.FAILED_AGAIN", 0.3)
@@ -486,6 +488,7 @@ def test_two_messages_at_a_time_of_two_runs(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.full
 def test_old_states_of_ended_runs_are_removed_and_nothing_else(tmp_path: Path) -> None:
     start(tmp_path, THREE)
     root = tmp_path / "state"
@@ -543,6 +546,7 @@ class Clock:
         self.now += seconds
 
 
+@pytest.mark.full
 def test_a_silent_node_does_not_hold_up_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is waited for once, then for a minute, and gets every second message; a resumed run goes on so."""
     Clock(monkeypatch)
@@ -567,6 +571,7 @@ def test_a_silent_node_does_not_hold_up_every_round(tmp_path: Path, monkeypatch:
     assert resumed_run["ok"] and grid.told[12].count("train") == 1, "round 6 has no message for it, and round 7 has"
 
 
+@pytest.mark.full
 def test_a_node_that_answers_again_gets_all_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
 
@@ -656,6 +661,7 @@ def rounds(tmp_path: Path) -> pd.DataFrame:
 THREE = {71: share(0), 12: share(1), 55: share(2)}
 
 
+@pytest.mark.full
 def test_a_node_that_goes_is_dropped_and_goes_on_with_its_own_model(tmp_path: Path) -> None:
     def script(grid: Nodes, server_round: int) -> None:
         grid.offline = {12} if server_round == 2 else set()
@@ -684,6 +690,7 @@ def test_a_node_may_come_back_under_another_id(tmp_path: Path) -> None:
     assert float(back["received_accuracy"].iloc[0]) > 0.5
 
 
+@pytest.mark.full
 def test_a_late_node_joins_and_one_that_cannot_is_left_out(tmp_path: Path) -> None:
     def script(grid: Nodes, server_round: int) -> None:
         if server_round == 1:
@@ -702,6 +709,7 @@ def test_a_late_node_joins_and_one_that_cannot_is_left_out(tmp_path: Path) -> No
     assert "train" not in grid.told[14] + grid.told[15]
 
 
+@pytest.mark.full
 def test_before_round_one_a_node_that_cannot_take_part_is_left_out_unless_too_few_are_left(tmp_path: Path) -> None:
     summary, grid, events = start(tmp_path, {8: {"client-id": 4}, **THREE}, **{"num-server-rounds": 1})
     assert summary["ok"] and summary["clients"] == 3 and grid.told[8] == ["query.register"]
@@ -714,6 +722,7 @@ def test_before_round_one_a_node_that_cannot_take_part_is_left_out_unless_too_fe
     assert start(tmp_path / "one", few, **{"min-clients": 1, "num-server-rounds": 1})[0]["clients"] == 1
 
 
+@pytest.mark.full
 def test_before_round_one_the_majority_decides_what_is_shared(tmp_path: Path) -> None:
     """A second node of one id, and a node that is of another kind, are left out; without a majority nobody is right."""
     other = {71: share(0, of=4), 12: share(1, of=4), 55: share(2, of=4), 2: share(3, of=4, model="mlp"), 99: share(0)}
@@ -788,6 +797,7 @@ def test_a_node_that_changes_its_client_id_leaves_nothing_behind() -> None:
     assert manager.reference == 1 and set(manager.facts) == {1}
 
 
+@pytest.mark.full
 def test_a_stranger_that_is_left_out_is_not_one_of_those_expected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -830,6 +840,7 @@ def test_too_few_nodes_are_too_few(tmp_path: Path) -> None:
         start(tmp_path, {71: share(0)})
 
 
+@pytest.mark.full
 def test_other_architectures_join_only_where_the_method_allows_it(tmp_path: Path) -> None:
     def script(grid: Nodes, server_round: int) -> None:
         grid.join(30, share(2, model="digits-b"))
@@ -840,6 +851,7 @@ def test_other_architectures_join_only_where_the_method_allows_it(tmp_path: Path
     assert "train" not in grid.told[30]
 
 
+@pytest.mark.full
 def test_own_data_give_the_numbers_of_the_simulation(tmp_path: Path) -> None:
     paths = sites.write(tmp_path / "sites")
     models = "digits-a,digits-b,digits-c"
@@ -871,6 +883,7 @@ def test_classes_with_other_names_do_not_meet(tmp_path: Path) -> None:
     assert summary["ok"]
 
 
+@pytest.mark.full
 def test_state_lies_on_the_node_and_a_later_run_starts_from_it(tmp_path: Path) -> None:
     start(tmp_path / "a", {n: share(k) for k, n in enumerate((4, 5, 6))}, federation="clinic")
     folder = tmp_path / "state" / "clinic" / "1"
@@ -883,6 +896,7 @@ def test_state_lies_on_the_node_and_a_later_run_starts_from_it(tmp_path: Path) -
     assert cold < 0.5 < first < warm
 
 
+@pytest.mark.full
 def test_updates_are_bounded_on_the_way(tmp_path: Path) -> None:
     start(tmp_path / "a", THREE, method="fedavg", **{"num-server-rounds": 1})
     start(tmp_path / "b", THREE, method="fedavg", **{"num-server-rounds": 1, "clip-update": 0.001})
@@ -980,6 +994,7 @@ def test_a_bad_end_is_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert followed.failed is not None and followed.failed["exit"] == 2 and "client 5" in followed.failed["message"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", methods())
 def test_every_method_takes_a_late_client_and_loses_one(method: str, tmp_path: Path) -> None:
     def script(grid: Nodes, server_round: int) -> None:

@@ -389,6 +389,7 @@ def test_a_node_may_choose_an_own_model_and_tries_it(tmp_path: Path) -> None:
 SETTINGS = {"clients": 3, "rounds": 1, "local_epochs": 1, "seed": 0}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", methods())
 def test_every_method_runs_with_an_own_model(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     apart, inside = [], False
@@ -466,6 +467,7 @@ class Small(nn.Sequential):
 """
 
 
+@pytest.mark.full
 def test_a_file_beside_the_configuration_is_found_after_all_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def started(folder: Path, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder / "here", env=env, stdout=PIPE, stderr=PIPE, text=True)
 
 
+@pytest.mark.full
 def test_the_processes_of_runs_have_the_environment_of_their_parent_and_the_modules_of_the_app(tmp_path: Path) -> None:
     runs = started(tmp_path)
     assert runs.communicate(timeout=120)[0].endswith("[None, None, None]\n")

@@ -39,6 +39,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **values: Any) -> P
     return tmp_path / "state" / "run" / "1"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "values",
     [

@@ -56,6 +56,7 @@ def test_the_stated_largest_feature_is_reached_and_not_exceeded() -> None:
     assert largest == args.largest
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fed3r", "lda", "fedncm"])
 def test_a_head_on_them_has_the_same_bits_for_every_division(method: str, tmp_path: Path, tiny: Tiny) -> None:
     def go(clients: int, seed: int = 0, **more: Any) -> RunResult:

@@ -128,6 +128,7 @@ def copy(path: Path, to: Path) -> Path:
 # ---- whole and self-contained ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("which", ["single", "several"])
 def test_the_page_is_whole_and_loads_nothing(which: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(which)

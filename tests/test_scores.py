@@ -33,6 +33,7 @@ Tiny = Callable[..., RunResult]
 METHODS = ["local", "fedavg", "fedclassavg", "cwfedavg", "fedgh", "fedproto", "ktpfl", "moon", "fedfomo", "ifca"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_an_evaluation_of_all_clients_measures_what_the_next_round_measures(method: str, tiny: Tiny) -> None:
     """With all clients in every round the evaluation after round t and round t + 1 see the same models, bit for bit."""

@@ -101,6 +101,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, int]]:
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", SUMMED)
 def test_the_server_makes_the_same_of_the_sum_as_of_the_replies(
     method: str, tmp_path: Path, plain: list[tuple[Arrays, int]], monkeypatch: pytest.MonkeyPatch
@@ -210,6 +211,7 @@ def _asked(reply: Message) -> Message:
     return asked
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["query.keys", "query.shares", "train", "query.agree", "query.unmask"])
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_client_that_drops_out_in_any_phase(
@@ -316,6 +318,7 @@ def test_a_node_that_forgot_its_keys_gets_new_ones(tmp_path: Path) -> None:
     assert len(rows) == 1 and rows[0].startswith("2,3,query.shares,") and "not its own" in rows[0]
 
 
+@pytest.mark.full
 def test_each_client_has_a_node_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of one node share a context, which Flower's simulation writes back without a lock."""
     monkeypatch.setattr(nodes, "LATECOMERS", 0.0)

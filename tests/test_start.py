@@ -36,6 +36,7 @@ def test_every_method_is_read_with_its_hyperparameters_without_pytorch() -> None
     assert "{}" in shown, "no file is broken"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -76,6 +77,7 @@ def test_the_stand_ins_give_way_to_pytorch_at_the_first_use() -> None:
     assert code == 0, shown
 
 
+@pytest.mark.full
 def test_no_run_loads_pandas() -> None:
     loaded("import fedapp; fedapp.data_card(dataset='digits', clients=3)")  # scikit-learn brings it, and is kept then
     code, shown, slow = loaded(
@@ -91,6 +93,7 @@ def test_no_run_loads_pandas() -> None:
     assert set(slow.split()) <= {"torch", "scipy"}, slow  # CCVR's statistics call SciPy's BLAS
 
 
+@pytest.mark.full
 def test_the_collector_does_not_look_through_pytorch() -> None:
     for program in ("from fedapp.lazy import torch; torch.zeros(1)", "import fedapp.client_app, fedapp.models.split"):
         code, shown, _ = loaded(f"import gc; {program}; print('frozen', gc.get_freeze_count(), gc.isenabled())")

@@ -410,6 +410,7 @@ def test_equal_weights_are_no_weights() -> None:
         np.testing.assert_allclose(found[1][name], array, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", methods())
 def test_every_method_weighs_its_supervised_loss(method: str, monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> None:
     """In every step, once for each model that learns from labels; no other cross-entropy of labels is taken."""

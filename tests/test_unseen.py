@@ -37,6 +37,7 @@ def reproducible(table: pd.DataFrame) -> pd.DataFrame:
     return table[[c for c in table if not c.endswith("seconds")]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", methods())
 def test_every_method_answers_a_newcomer_and_learns_nothing_of_it(
     method: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +110,7 @@ def test_scores_of_a_newcomer_by_hand(tiny: Tiny) -> None:
     assert not [c for c in result.unseen if "@0" in c]
 
 
+@pytest.mark.full
 def test_a_newcomer_is_fine_tuned_as_the_method_says(tiny: Tiny) -> None:
     common = {"method": "fedbabu", "clients": 4, "rounds": 1, "unseen": "2"}
     without, tuned = (tiny(**common, method_args=f"tune_epochs={n}").unseen.iloc[0] for n in (0, 2))

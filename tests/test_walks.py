@@ -76,6 +76,7 @@ SHORT = [("sensors", 1), pytest.param("table", 1, marks=pytest.mark.full)]
 FULL = [pytest.param(name, 0, marks=pytest.mark.slow) for name in TUTORIALS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "rounds"), [*SHORT, *FULL])
 def test_a_tutorial_ends_in_a_report_and_in_a_model_that_predicts(name: str, rounds: int, here: Path) -> None:
     commands = walk(TUTORIALS[name], rounds)

@@ -356,6 +356,7 @@ def test_a_killed_warm_process_is_started_again_in_its_folder(tmp_path: Path, mo
         started.start()
 
 
+@pytest.mark.full
 def test_the_libraries_are_all_that_a_client_imports_of_others() -> None:
     """What is missing there is imported anew by every message; fedapp's own modules come with the run."""
     program = (

@@ -50,6 +50,7 @@ def partitions(runs: list[RunResult]) -> list[RunResult]:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_runs_of_several_folders_are_told_apart(runs: list[RunResult], partitions: list[RunResult]) -> None:
     assert list(by_name(partitions)) == ["ccvr, dirichlet, alpha 0.2", "ccvr, iid"]
     assert len(by_name(runs)) == 3

@@ -30,6 +30,7 @@ def kept(method: str, seed: int, trained: list[float]) -> Kept:
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_page_holds_the_tables_of_the_kept_runs() -> None:
     text = (choosing.DOCS / "choosing.md").read_text(encoding="utf-8")
     kept = choosing.load(choosing.DOCS / "choosing.jsonl")

@@ -142,6 +142,7 @@ def test_every_client_sees_the_same_images_in_the_embedding(cw: RunResult) -> No
     assert -1 <= by_client <= by_class + 2 <= 3
 
 
+@pytest.mark.full
 def test_the_sweep_repeats_the_runs_own_calibration(ccvr: RunResult) -> None:
     """The same statistics, draws and training order: 0 samples is `before`, the run's M_c is `after`.
 

@@ -40,6 +40,7 @@ def test_local_epochs_after_each_round(flat: dict[str, Any], rounds: list[int], 
     assert accuracy.epochs_done(one, np.array(rounds)).tolist() == expected
 
 
+@pytest.mark.full
 def test_accuracy_by_local_epochs_is_the_mean_over_seeds(folder: Path) -> None:
     runs = list(read_comparison(folder).runs)
     _, alt, figure = accuracy.by_epochs(runs)
@@ -83,6 +84,7 @@ def test_bytes_of_a_head_grow_with_its_width(folder: Path) -> None:
     assert measured.tolist() == line.tolist() == [2040, 20040] and "N = 500" in alt
 
 
+@pytest.mark.full
 def test_all_clients_before_the_relu(folder: Path) -> None:
     one = read_run(folder / "classavg")
     x, _ = models.probe(one, 40)
@@ -103,6 +105,7 @@ def test_runs_of_several_folders_are_told_apart(folder: Path, tmp_path: Path) ->
     assert sorted(colours(drawing.figure)) == ["FedClassAvg", "FedClassAvg (rho=1)"]
 
 
+@pytest.mark.full
 def test_a_sweep_and_a_hyperparameter_are_drawn_or_say_what_they_need(folder: Path, tmp_path: Path) -> None:
     for place, fraction, lr in (("sweep", 0.4, 0.1), ("sweep", 1.0, 0.1), ("rates", 1.0, 0.1), ("rates", 1.0, 1)):
         args = {"method": "fedgh", "method_args": f"header_lr={lr}", "fraction_train": fraction}

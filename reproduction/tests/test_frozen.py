@@ -44,6 +44,7 @@ def test_the_central_heads_are_those_of_scikit_learn() -> None:
     assert (frozen.logistic(x[:50], y[:50], new, 0.1) == 0).all(), "one class"
 
 
+@pytest.mark.full
 def test_a_setting_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head of each run predicts every test row as the central head, and counts by client add up."""
     features(tmp_path / "made.npz", client=False)
@@ -72,6 +73,7 @@ def test_a_setting_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert page.read_text().count("\n") > 8, "nothing is measured again"
 
 
+@pytest.mark.full
 def test_heads_are_trained_in_rounds_with_a_searched_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     features(tmp_path / "made.npz", client=False)
     given = Setting("Made up", "made", {"clients": 4, "partition": "dirichlet", "alpha": 0.5})
