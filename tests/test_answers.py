@@ -76,6 +76,7 @@ def test_one_seed_shows_no_difference_and_two_show_both_without_a_word(seeds: in
     assert "vs" in shown if seeds == 2 else "vs" not in shown
 
 
+@pytest.mark.full
 def test_the_screen_has_24_lines_of_80_columns_however_many_methods_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_comparison_without_the_reference_has_no_columns_of_differences(tmp_pa
     assert "interval" not in shown and "ref." not in shown and "No differences: Standalone" in shown
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_number_is_cut_and_no_word_broken(width: int, four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))

@@ -86,6 +86,7 @@ def test_the_head_is_that_of_all_rows_together(method: str, kind: str, tmp_path:
         np.testing.assert_allclose(found[np.unique(labels)], wanted, rtol=1e-7, atol=2e-7 * np.abs(wanted).max())
 
 
+@pytest.mark.full
 def test_a_small_penalty_with_as_many_rows_as_features_is_a_trap(tmp_path: Path, tiny: Tiny) -> None:
     """1,281 rows of 1,280 features: at 0.01 the head of all rows, by scikit-learn, is near chance too."""
     rng = np.random.default_rng(0)

@@ -87,6 +87,7 @@ def worlds(path: Path, sites: int = 6, each: int = 240, seed: int = 3, **shift: 
     return path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", ["lda", "fed3r", "fedncm metric=euclidean", "fedcof", "fed3r base=fedavg"])
 def test_sites_of_one_source_take_the_federated_head_and_worlds_of_their_own_their_own(
     text: str, tmp_path: Path, tiny: Tiny, replies: list[tuple[str, Reply]], capsys: pytest.CaptureFixture[str]

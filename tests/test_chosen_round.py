@@ -98,6 +98,7 @@ def test_the_first_of_equal_rounds_and_only_evaluated_ones_count(tiny: Tiny) -> 
     assert result.summary["round"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "last"), [("fedavg", 4), ("fedamp", 5)])
 def test_a_resumed_run_chooses_the_same(method: str, last: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ran three rounds, then went on and was killed before the evaluation of round `last` was recorded."""

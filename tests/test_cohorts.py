@@ -197,6 +197,7 @@ def rows_of(out: Path) -> list[tuple[int, str]]:
     return [(int(r["round"]), r["stage"]) for r in rows]
 
 
+@pytest.mark.full
 def test_what_is_dropped_after_a_round_is_recorded_under_that_round(tmp_path: Path) -> None:
     out = tmp_path / "run"
     summary = deaf("evaluate", out, **{"evaluate-every": 1})
@@ -442,6 +443,7 @@ def test_the_largest_clients_begin_first_and_no_number_changes(
     ).read_bytes()
 
 
+@pytest.mark.full
 def test_short_exchanges_are_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lasts less than two seconds goes out at once from the second time on: in the order of the nodes."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
@@ -450,6 +452,7 @@ def test_short_exchanges_are_not_split(tmp_path: Path, monkeypatch: pytest.Monke
     assert grid.of("train", 1) != list(range(8)) and grid.of("train", 2) == list(range(8))
 
 
+@pytest.mark.full
 def test_few_of_many_messages_are_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert [virtual.messages_underway(n) for n in (1, 100, 1000, 10_000)] == [25_000, 250, 25, 16]

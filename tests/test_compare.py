@@ -296,6 +296,7 @@ def test_a_comparison_in_processes_equals_runs_alone_and_is_not_repeated(
     assert re.search(r"fedavg-s0/summary\.json is damaged \(no dropped\)", str(refused)), refused
 
 
+@pytest.mark.full
 def test_a_broken_run_goes_on_and_others_are_left_out_by_name(
     tmp_path: Path, no_page: list[Path], in_turn: list[str]
 ) -> None:

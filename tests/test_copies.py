@@ -58,6 +58,7 @@ def tensors(model: nn.Module) -> list[torch.Tensor]:
     return [*chain(model.parameters(), model.buffers())]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_a_copy_is_what_deepcopy_makes_and_shares_nothing(name: str) -> None:
     model = built(name, options=ModelSettings(freeze="features") if name not in OTHER else None).eval()

@@ -87,6 +87,7 @@ def test_drawing_fewer_images_costs_less_and_more_steps_cost_more() -> None:
     assert epsilon_of(math.inf, DELTA, [Steps(1.0, 0.1, 51)]) > found[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("epsilon", "rate", "count"), [(1.0, 0.05, 200), (8.0, 0.25, 40), (0.2, 1.0, 1)])
 def test_noise_for_a_budget_is_the_least(epsilon: float, rate: float, count: int) -> None:
     noise = noise_for(epsilon, DELTA, count, rate)

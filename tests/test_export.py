@@ -25,6 +25,7 @@ def own(folder: Path, kind: str) -> dict[str, Any]:
     return {"dataset": "npz", "data_dir": str(folder / "d.npz")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["image", "series", "table"])
 def test_the_graph_is_the_module(kind: str, tiny: Any, tmp_path: Path) -> None:
     run = tiny(method="fedclassavg", rounds=1, **(own(tmp_path, kind) if kind != "image" else {}))

@@ -815,6 +815,7 @@ def test_an_internal_name_that_is_missing_is_reported() -> None:
     assert not hasattr(gate, "_missing")
 
 
+@pytest.mark.full
 def test_the_token_of_a_task_is_not_on_the_command_line(tmp_path: Path) -> None:
     """Flower's own executor, as the helper process starts it, with a program that shows what it was given."""
     program = tmp_path / "flwr-serverapp"

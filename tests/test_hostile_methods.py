@@ -426,6 +426,7 @@ def test_a_run_of_one_round_with_a_lie_can_be_resumed(method: str, limit: list[f
     assert again.summary["ok"] and list(again.rounds["round"]) == [1, 2, 3]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "how"),
     [

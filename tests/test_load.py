@@ -43,6 +43,7 @@ def hits(net: fedapp.results.predict.LoadedModel, run: RunResult, client: int) -
     return int((net.predict(task.x_test.numpy()).argmax(1) == task.y_test.numpy()).sum())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("values", METHODS, ids=lambda v: v["method"])
 def test_the_loaded_model_scores_what_final_csv_says(values: dict[str, Any], tiny: Any) -> None:
     run = tiny(**values)

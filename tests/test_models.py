@@ -550,6 +550,7 @@ def test_patches_cover_every_pixel(size: int) -> None:
     assert patches(x).shape[-1] <= 8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SMALL)
 def test_a_few_steps_fit_a_few_images(name: str) -> None:
     """Trunk and head learn together: eight images of four classes are told apart."""

@@ -299,6 +299,7 @@ def test_a_method_that_does_not_exist_is_a_typing_error(tmp_path: Path) -> None:
         Node.parse(share(0, **{"allow-methods": "fedvag"}))
 
 
+@pytest.mark.full
 def test_a_server_that_says_it_is_a_simulation_gets_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The messages of a simulation: a state folder of the server's choice, and no word of a deployment."""
 
@@ -675,6 +676,7 @@ def test_a_node_that_goes_is_dropped_and_goes_on_with_its_own_model(tmp_path: Pa
     assert grid.told[12].count("train") == 3
 
 
+@pytest.mark.full
 def test_a_node_may_come_back_under_another_id(tmp_path: Path) -> None:
     def script(grid: Nodes, server_round: int) -> None:
         if server_round == 2:
@@ -770,6 +772,7 @@ def scripted(
     return start(tmp_path, configs, **{"num-server-rounds": 1, **values})
 
 
+@pytest.mark.full
 def test_weights_that_one_node_claims_leave_it_out_even_if_all_others_agree_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -356,6 +356,7 @@ def test_a_resumed_run_goes_back_as_far_past_a_void_round(tmp_path: Path, monkey
     assert all(np.array_equal(states[0][name], array) for name, array in states[1].items())
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_back_to_the_beginning_where_the_earlier_state_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

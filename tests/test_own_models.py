@@ -221,6 +221,7 @@ def test_arrays_that_cannot_be_sent_are_refused_where_they_would_be(net: str, me
             assert what_leaves(config)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
 def test_a_model_with_other_dtypes_trains_and_resumes(dtype: str, tmp_path: Path) -> None:
     """Arrays of a model travel as float32 whatever dtype they have, and no honest client is blocked for that."""
@@ -484,6 +485,7 @@ def test_a_file_beside_the_configuration_is_found_after_all_others(
     assert versions["code of nearnets"] == hashlib.sha256(NEAR.encode()).hexdigest()
 
 
+@pytest.mark.full
 def test_without_a_configuration_the_current_folder_is_beside(tmp_path: Path) -> None:
     (tmp_path / "nearnets.py").write_text(NEAR)
     (tmp_path / "torch.py").write_text("raise ImportError")

@@ -215,6 +215,7 @@ def test_a_node_imports_only_packages_that_its_owner_allows(install: Install) ->
         assert build_model("tiny", num_classes=2, shape=(5,), seed=0).width == 16
 
 
+@pytest.mark.full
 def test_the_client_app_imports_no_package_before_it_knows_the_node(install: Install, tmp_path: Path) -> None:
     install(method="raise RuntimeError('imported')")
     code = "import sys, fedapp.client_app; sys.exit('addon' in sys.modules)"

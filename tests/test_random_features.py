@@ -72,6 +72,7 @@ def test_a_head_on_them_has_the_same_bits_for_every_division(method: str, tmp_pa
     assert head(go(20, secure_sum=True))[0] == wanted
 
 
+@pytest.mark.full
 def test_the_head_is_the_ridge_regression_on_the_features_of_all_rows(tmp_path: Path, tiny: Tiny) -> None:
     place = features(tmp_path / "f.npz")
     run = tiny(dataset="npz", clients=0, data_dir=str(place), method="fed3r", model_args=ARGS)
@@ -101,6 +102,7 @@ def test_the_head_is_the_ridge_regression_on_the_features_of_all_rows(tmp_path: 
         assert exporting.write(net, to, tmp_path / f"net.{to}") < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fedavg", "lgfedavg", "ditto", "fedgh", "ifca", "local", "fed3r(base=fedavg)"])
 def test_gradient_heads_are_trained_on_them(method: str, tmp_path: Path, tiny: Tiny) -> None:
     common: dict[str, Any] = {"dataset": "npz", "clients": 0, "data_dir": str(features(tmp_path / "f.npz"))}

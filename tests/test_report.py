@@ -342,6 +342,7 @@ def test_other_tables_of_a_comparison_are_shown(several: Path, tmp_path: Path) -
     assert "By hand (1 rows)" in found.said
 
 
+@pytest.mark.full
 def test_a_method_that_failed_is_in_the_table_and_in_the_plot(tmp_path: Path) -> None:
     out = madeup.comparison(tmp_path, ["fedavg", "fedprox", "local", "lgfedavg"], failed=["fedprox"])
     report.write(out)

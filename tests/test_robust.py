@@ -75,6 +75,7 @@ def state_after(run: RunResult) -> dict[str, Any]:
 
 # The lies to FedETF and FedKD are out of range and never get in; FedBABU's fine-tuning of what the lie has made ends in
 # NaN.
+@pytest.mark.full
 @pytest.mark.parametrize("method", methods(set(GUARDED) - {"fednh", "ccvr", "pccvr", "fedbabu", "fedetf", "fedkd"}))
 def test_one_liar_of_five_cannot_pull_a_method_away(method: str, tmp_path: Path) -> None:
     plain = federate(tmp_path / "plain", [0], far_away, method=method, **QUICK)
@@ -114,6 +115,7 @@ def test_a_count_that_is_made_up_weighs_no_more_than_the_cap(
     assert not all(np.array_equal(states[0][n], other[n]) for n in states[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["cwfedavg", "fedgh", "ccvr"])
 def test_rules_of_single_methods_bound_a_liar(method: str, tmp_path: Path) -> None:
     lie = false_means if method == "ccvr" else far_away

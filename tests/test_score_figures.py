@@ -67,6 +67,7 @@ def test_a_method_keeps_its_colour_where_a_figure_shows_some_of_the_runs() -> No
     assert drawn(["FedAvg"])["FedAvg"] == whole["Standalone"], "afterwards every figure starts anew"
 
 
+@pytest.mark.full
 def test_a_method_has_one_colour_on_the_page_of_a_comparison(folder: Path) -> None:
     """Traffic does not show Standalone, and still draw the others as the curves do."""
     comparison = read_comparison(folder)

@@ -62,6 +62,7 @@ def test_which_models_need_two_images(name: str, size: int, two: bool) -> None:
         assert torch.isfinite(model.train()(torch.zeros(1, 1, size, size))).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["resnet18", "googlenet"])
 @pytest.mark.parametrize("method", SOME)
 def test_a_client_with_one_image_is_refused_when_it_registers(method: str, model: str) -> None:

@@ -62,6 +62,7 @@ def test_help_loads_no_tables() -> None:
     assert code == 0 and "set()" in shown, shown
 
 
+@pytest.mark.full
 def test_the_stand_ins_give_way_to_pytorch_at_the_first_use() -> None:
     code, shown, _ = loaded(
         "import clients.fedgh as m, fedapp.lazy as lazy\n"

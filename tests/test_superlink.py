@@ -169,6 +169,7 @@ def test_a_good_run(session: Session, tmp_path: Path) -> None:
     assert not running(workers | {start["pid"]})
 
 
+@pytest.mark.full
 def test_an_app_that_raises_is_not_a_success(session: Session, tmp_path: Path) -> None:
     outcome, events = go(session, tmp_path / "out", mode="raise")
     assert len(events) == 1

@@ -240,6 +240,7 @@ def test_each_round_of_a_run_has_its_rate_and_the_final_training_the_last_one(us
     assert used == pytest.approx(rates)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fml", "fedkd", "moon", "fedgh", "fd", "ktpfl"])
 def test_methods_with_several_models_follow_the_schedule(method: str, used: list[float], tiny: Tiny) -> None:
     """One optimizer for both models (FML, FedKD); KT-pFL's distillation, from round 2 on, has the round's rate too."""
@@ -285,6 +286,7 @@ def test_a_warm_up_of_fedclassavg_has_the_rate_of_round_1(used: list[float], tin
 SCHEDULED = {"method": "fedavg", "fraction_train": 0.7, "lr_schedule": "CosineAnnealingLR T_max=4"}
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_the_numbers_of_one_in_one_go(tiny: Tiny) -> None:
     """With its length in the schedule, a run can also be continued for more rounds."""
     at_once, part = tiny(rounds=4, **SCHEDULED), tiny(rounds=2, **SCHEDULED)
@@ -477,6 +479,7 @@ def test_a_node_trains_as_the_run_says(tmp_path: Path) -> None:
 # ---- the loss that is printed ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", methods())
 def test_the_training_loss_is_what_the_optimizer_minimised(
     method: str, monkeypatch: pytest.MonkeyPatch, tiny: Tiny

@@ -135,6 +135,7 @@ def test_ktpfls_own_epochs_do_not_count_for_newcomers(tiny: Tiny, monkeypatch: p
     assert seen["unseen_trained@1"] == seen["unseen_local@1"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("in_turn", "no_figures")
 def test_tables_and_pages_show_them(tmp_path: Path) -> None:
     words = ("--methods", "local,fedavg", "--clients", "4", "--rounds", "1", "--seeds", "1", "--workers", "1",

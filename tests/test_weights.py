@@ -125,6 +125,7 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "evil").exists()
 
 
+@pytest.mark.full
 def test_layers_that_are_frozen_are_neither_trained_nor_sent(tmp_path: Path) -> None:
     file = stored(tmp_path)
     arrays = torch.load(file, weights_only=True)

@@ -249,6 +249,7 @@ FALSE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FALSE)
 def test_a_line_that_contradicts_itself_is_refused(name: str, tmp_path: Path) -> None:
     edit, says = FALSE[name]
@@ -281,6 +282,7 @@ def test_a_run_directory_that_contradicts_itself_is_not_kept(tmp_path: Path) -> 
     assert not written.runs and "final has the clients 0, 1, 2, ..." in written.stale[KEYS[0]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -94,6 +94,7 @@ def test_statistics_are_changed_as_the_attack_says() -> None:
     assert found["wide"]["statistics/cov"].max() == 1e4
 
 
+@pytest.mark.full
 def test_a_made_up_count_is_what_the_server_registers(tmp_path: Path) -> None:
     """And an attack on statistics goes on from a training that is over."""
     small = {**attacks.SETTINGS, "num-server-rounds": 1, "data-fraction": 0.3, "local-epochs": 1}

@@ -120,6 +120,7 @@ def test_norms_by_round_are_the_recorded_ones(tmp_path: Path) -> None:
 # ---- calibration -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_upper_bound_is_calibration_on_all_real_features(runs: list[RunResult]) -> None:
     caption, alt, _ = calibration.separability(runs)
     for data, name in zip((runs[0], runs[2]), ("fedavg", "moon")):

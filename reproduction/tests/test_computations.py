@@ -38,6 +38,7 @@ def test_the_history_of_norms_ends_with_the_stored_models(cw: RunResult) -> None
         np.testing.assert_allclose(rows[-2], np.linalg.norm(before, axis=1), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_resume_leaves_the_history_as_if_never_stopped(cw: RunResult, tmp_path: Path) -> None:
     settings = {**SMALL, "method": "cwfedavg", "partition": "classes", "classes_per_client": 4}
     run(**{**settings, "rounds": 2, "out": tmp_path / "resumed"})
@@ -84,6 +85,7 @@ def test_cka_of_layers_against_the_formula(cw: RunResult) -> None:
         np.testing.assert_allclose(np.diag(maps[name]), 1)
 
 
+@pytest.mark.full
 def test_inner_layers_are_compared_between_equal_architectures_only(mixed: RunResult) -> None:
     ids, maps = calibration.layer_cka(mixed, images=40)
     assert ids == [0, 1, 2]
@@ -106,6 +108,7 @@ def test_conductance_sums_to_the_difference_of_logits() -> None:
     assert values.sum() == pytest.approx(gap, abs=1e-5)
 
 
+@pytest.mark.full
 def test_conductance_against_captum() -> None:
     attr = pytest.importorskip("captum.attr")
     model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=3).eval()

@@ -99,6 +99,7 @@ def test_all_clients_before_the_relu(folder: Path) -> None:
     assert "before the ReLU of the same test images by all 3 clients" in caption
 
 
+@pytest.mark.full
 def test_runs_of_several_folders_are_told_apart(folder: Path, tmp_path: Path) -> None:
     run(**{**SMALL, "model": "digits-b", "method": "fedclassavg", "method_args": "rho=1", "out": tmp_path / "other"})
     drawing = papers.draw("fedclassavg-4", [folder / "classavg", tmp_path / "other"])

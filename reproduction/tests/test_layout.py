@@ -41,6 +41,7 @@ def test_every_study_has_a_command() -> None:
     assert set(STUDIES) == files
 
 
+@pytest.mark.full
 def test_a_study_takes_its_own_options() -> None:
     command = [sys.executable, "-m", "reproduction", "study", "har_plain", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -97,6 +97,7 @@ def test_one_model_scored_by_all_clients_is_one_number_a_seed(tmp_path: Path) ->
     assert claims()["fca-1"].decide(Evidence(tmp_path)).outcome == "not decided"
 
 
+@pytest.mark.full
 def test_exactly_the_outcomes_change_that_a_t_interval_over_seeds_changes(tmp_path: Path) -> None:
     """Without the stricter level after a look these eleven differ from version 0.2."""
     kept = archive.read(study_module.FOLDER / "runs").runs

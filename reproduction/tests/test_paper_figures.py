@@ -99,6 +99,7 @@ def test_only_predictions_that_change_have_numbers() -> None:
     assert sizes == [3, 3] and all(len(axes.collections[0].get_offsets()) == 2 for axes in figure.axes)
 
 
+@pytest.mark.full
 def test_the_toy_example_says_what_its_lines_are() -> None:
     _, _, figure = papers.FIGURES["cwfedavg-1"].draw(())
     said = [text.get_text() for text in figure.legends[0].get_texts()]
