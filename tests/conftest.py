@@ -48,6 +48,14 @@ FIRST = (
     "config",
     "contract",
     "figures",
+    "reductions",
+    "models",
+    "compare",
+    "offences",
+    "cohorts",
+    "answers",
+    "hostile",
+    "archive",
 )
 """Files to begin with, so that no worker is left with a long one at the end."""
 
