@@ -660,6 +660,7 @@ def test_a_round_is_sgd_on_the_bases_loss_and_the_proximal_term(base: str) -> No
     handmade.assert_close(arrays, handmade.descend(received, loss, data), atol=5e-6)
 
 
+@pytest.mark.full
 def test_the_oracle_is_reported_beside_and_changes_nothing(tmp_path: Path) -> None:
     plain = run(method="ccvr", rounds=2, out=tmp_path / "plain", **SMALL)
     both = run(method="ccvr", method_args="oracle=true", rounds=2, out=tmp_path / "both", **SMALL)

@@ -60,6 +60,7 @@ def test_the_end_is_that_of_a_run_which_stopped_at_the_chosen_round(
     assert [p.name for p in (result.out / "selected").iterdir()] == ["round-000002.safetensors"]
 
 
+@pytest.mark.full
 def test_the_highest_mean_over_all_clients_on_validation_images_chooses(tiny: Tiny) -> None:
     result = tiny(method="fedavg", clients=5, fraction_train=0.4, rounds=6, lr=0.4, data_fraction=1.0, **CHOOSING)
     rows = result.evaluations.set_index("round")

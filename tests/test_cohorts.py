@@ -142,6 +142,7 @@ def test_a_fault_is_named_and_the_round_goes_on(fault: str, tmp_path: Path) -> N
     assert "\n1,0," in clients and "\n1,1," not in clients and "\n1,2," in clients
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["NaN", "error reply", "never comes"])
 def test_too_few_good_replies_end_the_run_truthfully(fault: str, tmp_path: Path) -> None:
     change, reason = FAULTS[fault]

@@ -369,6 +369,7 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
     assert "Settings differ, lr: 0.05 for Standalone; 0.02 for all others." in result.stdout
 
 
+@pytest.mark.full
 def test_what_runs_state_of_privacy_stands_in_the_tables(
     tmp_path: Path, no_page: list[Path], in_turn: list[str]
 ) -> None:
@@ -396,6 +397,7 @@ def test_privacy_in_a_few_words() -> None:
     assert printed._privacy(table) == "unknown" and printed._privacy(table.dropna()) == "eight"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("more", "seeds", "says"),
     [
@@ -461,6 +463,7 @@ def test_requests_that_make_no_sense(words: tuple[str, ...], tmp_path: Path) -> 
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_a_file_without_rows_is_compared_with_standalone(
     tmp_path: Path, no_page: list[Path], in_turn: list[str]
 ) -> None:
@@ -546,6 +549,7 @@ def test_another_partition_or_sampling_is_found(tmp_path: Path) -> None:
     assert "sampled clients differ" in found.lines[0]
 
 
+@pytest.mark.full
 def test_a_comparison_of_runs_that_differ_is_not_a_success(
     tmp_path: Path, no_page: list[Path], in_turn: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -561,6 +565,7 @@ def test_a_comparison_of_runs_that_differ_is_not_a_success(
 # ---- showing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_narrow_pipe_does_not_squeeze_names(
     tmp_path: Path, no_page: list[Path], in_turn: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,6 +257,7 @@ def test_training_for_a_score_alone_is_not_booked(tmp_path: Path) -> None:
         releaser.training(5, 2, 100, booked=True)
 
 
+@pytest.mark.full
 def test_the_last_training_for_scores_is_private_and_not_booked(
     tiny: Tiny, no_page: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

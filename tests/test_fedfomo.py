@@ -408,6 +408,7 @@ def test_clients_find_those_of_their_own_population(tmp_path) -> None:
     assert min(scores.values()) > max(single.values())
 
 
+@pytest.mark.full
 def test_bytes_of_the_extra_downloads(tmp_path) -> None:
     """Round 1: the initial model; then the models of the other three clients, up to M. The own one does not travel."""
     common = {"method": "fedfomo", "clients": 4, "rounds": 3, "dataset": "digits", "data_fraction": 0.3}

@@ -221,6 +221,7 @@ REDUCED = {
 """Methods that equal another one: their terms have no gradient in the head, or their parts are the whole."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", methods())
 def test_every_method_runs_on_features_or_is_another_or_is_refused(
     method: str, tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch

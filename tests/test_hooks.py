@@ -251,6 +251,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("more", [{}, {"secure_sum": True}], ids=["plain", "secure sum"])
 def test_a_method_asks_all_clients_before_round_1_and_once_alone(
     more: Mapping[str, Any], asked: list[int], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

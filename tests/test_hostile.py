@@ -1000,6 +1000,7 @@ def test_one_of_two_clients_does_not_let_the_others_be_waited_for_in_vain(tmp_pa
     assert run.summary["ok"] and run.summary["clients"] == 2 and "left_out" not in run.summary
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["lgfedavg", "local"])
 @pytest.mark.parametrize("clients", [2, 5])
 def test_no_client_decides_pooled_scores_by_a_test_set_that_it_made_up(
@@ -1029,6 +1030,7 @@ def test_no_client_decides_pooled_scores_by_a_test_set_that_it_made_up(
 SEVERAL = "digits-a,digits-b,digits-c"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "model", "clients", "name", "left"),
     [

@@ -204,6 +204,7 @@ def lied(out: Path, lie: Lie, **settings: Any) -> RunResult:
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "what"), [pytest.param(*w, marks=() if w in SOME else pytest.mark.full) for w in LIES]
 )

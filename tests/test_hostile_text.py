@@ -74,6 +74,7 @@ def lying_text(text: str):  # type: ignore[no-untyped-def]
     return lie
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", [HOSTILE.replace("\ud800", ""), FORMULAS[0]])
 def test_a_run_with_a_client_of_hostile_text(text: str, tmp_path: Path) -> None:
     """Every file of the run, and every line that is shown while it runs."""

@@ -197,6 +197,7 @@ def test_the_list_of_flower_files_is_current() -> None:
     assert all((ROOT / f).is_file() for f in FLOWER)
 
 
+@pytest.mark.full
 def test_a_client_starts_without_what_only_results_need() -> None:
     """On a real node every message starts a process: half a second more of imports is half a second more a message."""
     program = (

@@ -65,6 +65,7 @@ class E(C):
     assert lengths_with_bases(classes) == {"A": 2, "B": 4, "C": 2, "D": 6, "E": 2}
 
 
+@pytest.mark.full
 def test_the_page_names_the_long_classes() -> None:
     found = lengths_with_bases([n for path in FILES for n in nodes(path) if isinstance(n, ast.ClassDef)])
     assert {name for name, lines in found.items() if lines > LONG_CLASS} == NAMED

@@ -61,6 +61,7 @@ def test_the_loaded_model_scores_what_final_csv_says(values: dict[str, Any], tin
             assert any(not torch.equal(a, b) for a, b in pairs), "received and trained are two models"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("values", [*METHODS[:4], METHODS[5], *METHODS[-2:]], ids=lambda v: v["method"])
 def test_without_kept_models_it_is_the_model_after_the_last_training(values: dict[str, Any], tiny: Any) -> None:
     run = tiny(**values, keep_models=False, final_training=False)

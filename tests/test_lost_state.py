@@ -100,6 +100,7 @@ def dropped(out: Path) -> list[tuple[int, int, str]]:
     return list(zip(table["round"], table["client"], table["reason"], strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("happens", "words"),
     [
@@ -224,6 +225,7 @@ def token(out: Path) -> str:
     return str(json.loads((out / "versions.json").read_text())["run"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("facts", "words"),
     [

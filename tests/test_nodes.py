@@ -71,6 +71,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- node-config ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_two_kinds_of_nodes() -> None:
     own = Node.parse({"client-id": 3, "data-path": "/data/site1", "model": "resnet18", "state-dir": "/state"})
     assert own == Node(client=3, data_path="/data/site1", model="resnet18", state_dir="/state") and own.own
@@ -813,6 +814,7 @@ def test_a_stranger_that_is_left_out_is_not_one_of_those_expected(
         assert got["clients"] == 1
 
 
+@pytest.mark.full
 def test_a_node_that_was_restarted_as_another_client_registers_again(tmp_path: Path) -> None:
     def script(grid: Nodes, server_round: int) -> None:
         if server_round == 2:
@@ -825,6 +827,7 @@ def test_a_node_that_was_restarted_as_another_client_registers_again(tmp_path: P
     assert list(clients[clients["round"] == 3]["client"]) == [0, 2, 3]
 
 
+@pytest.mark.full
 def test_a_dead_node_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
     class Unaware(Nodes):
         def get_node_ids(self) -> list[int]:
@@ -919,6 +922,7 @@ def test_the_owner_of_the_superlink_decides_where_runs_lie(tmp_path: Path, monke
     assert server_app.place(from_flat({"out": f"{tmp_path}/runs/../../z"})) == tmp_path / "runs" / "z"
 
 
+@pytest.mark.full
 def test_one_process_writes_to_a_run_directory(tmp_path: Path) -> None:
     holder = "import sys, time, fedapp.results.directory as r; from pathlib import Path\n"
     holder += "with r.only_writer(Path(sys.argv[1])): print('held', flush=True); time.sleep(float(sys.argv[2]))"

@@ -312,6 +312,7 @@ def nan_score(reply: Message) -> Message:
     return reply
 
 
+@pytest.mark.full
 def test_the_second_time_the_run_begins_anew_and_so_do_the_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

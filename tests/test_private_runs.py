@@ -38,6 +38,7 @@ def ledgers(folder: Path) -> dict[int, list[dict[str, Any]]]:
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fedncm", "fed3r", "lda", "ccvr"])
 def test_statistics_with_little_noise_give_the_head_without(method: str, tiny: Tiny, no_page: Any) -> None:
     args = "base=none" + (" epochs=20 lr=0.5 samples=50" if method == "ccvr" else "")

@@ -96,6 +96,7 @@ def test_a_client_adds_all_of_the_noise_unless_it_knows_how_many_are_in_the_sum(
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lost", [(), (2,)])
 def test_the_mean_of_updates_has_the_noise_of_the_clients_in_it(lost: tuple[int, ...], tmp_path: Path) -> None:
     """4 clients are asked, and 3 must answer: each adds a third, so that 3 have the noise of one release."""

@@ -254,6 +254,7 @@ def test_every_method_stands_in_some_row() -> None:
     assert any("base=fedavgm" in b for b in bases)
 
 
+@pytest.mark.full
 def test_every_recipe_can_be_dealt_at_published_size_and_scaled_to_a_tenth(published: None) -> None:
     by_data = sorted(NAMES, key=lambda n: str([flat(n).get(k) for k in ("dataset", "partition", "alpha", "clients")]))
     for name in by_data:

@@ -86,6 +86,7 @@ def test_one_liar_of_five_cannot_pull_a_method_away(method: str, tmp_path: Path)
     assert "robust" not in json.loads((plain.out / "summary.json").read_text())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fedavg", "lgfedavg", "cwfedavg"])
 def test_a_count_that_is_made_up_weighs_no_more_than_the_cap(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -138,6 +138,7 @@ def test_sums_that_were_rounded_once_are_never_called_exact_again(go: Any, tmp_p
     assert totals(left)[0]["b"][:, -1].sum() == 102 and header["lost"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sites", "given", "more", "words"),
     [
@@ -199,6 +200,7 @@ def test_totals_are_stored_where_they_are_exact_sums_of_all_rows(
     assert (run.out / "totals.safetensors").is_file() is stored
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -214,6 +214,7 @@ def test_unseen_clients_that_cannot_be_are_refused(text: str, tiny: Tiny) -> Non
         config.from_flat({"adapt-epochs": "2,"})
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_the_same_unseen_clients(tiny: Tiny) -> None:
     common = {"method": "fedfomo", "clients": 5, "fraction_train": 0.67, "unseen": "0.4"}
     whole, part = tiny(rounds=3, **common), tiny(rounds=2, **common)

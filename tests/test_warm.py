@@ -312,6 +312,7 @@ def test_what_keeps_a_node_cold(words: tuple[str, ...], why: str) -> None:
     assert why in supernode.obstacle(words) and bool(why) == bool(supernode.obstacle(words))
 
 
+@pytest.mark.full
 def test_its_folder_is_where_programs_may_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = {tmp_path / "tmp"}
     for name in ("tmp", "home"):
@@ -402,6 +403,7 @@ def node_of(tmp_path: Path, flower: str, *words: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_it_runs_flowers_node_with_a_private_folder_first(tmp_path: Path, cold: bool) -> None:
     told = "print(os.environ['FLWR_SUPEREXEC_TASK_POLL_INTERVAL'], sys.argv, os.umask(0), os.environ['PATH'])"

@@ -120,6 +120,7 @@ def test_an_archive_takes_up_new_runs_and_is_written_the_same_again(tmp_path: Pa
     assert before == (folder / f"{STUDY}.jsonl").read_text() == (tmp_path / "copy" / f"{STUDY}.jsonl").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("variant", "shared", "why"),
     [
@@ -151,6 +152,7 @@ def test_a_changed_setting_is_noticed(
     assert found.seconds[KEYS[1]] == 61.0, "they still say how long such a run takes"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["epochs", "base.mu"])
 def test_a_changed_default_of_a_hyperparameter_is_noticed(name: str, tmp_path: Path) -> None:
     keys = keys_of([("ccvr-0.1", "moon")])
@@ -392,6 +394,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
         CliRunner().invoke(app, ["claim"], catch_exceptions=False)
 
 
+@pytest.mark.full
 def test_what_is_kept_of_a_real_calibrated_run_can_be_read_again(tmp_path: Path) -> None:
     """Its summary has true and false, and numbers by class, beside the three accuracies that claims read."""
     run = fedapp.run(

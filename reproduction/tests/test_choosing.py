@@ -74,6 +74,7 @@ def test_kept_runs_come_back_and_those_of_other_settings_do_not(
     assert len(digests) == 4
 
 
+@pytest.mark.full
 def test_one_command_runs_what_is_missing_and_makes_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

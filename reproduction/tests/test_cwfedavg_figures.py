@@ -50,6 +50,7 @@ def fedavg(folder: Path) -> RunResult:
     return read_run(folder / "fedavg")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["fedavg", "lam10"])
 def test_the_first_round_by_batch_ends_where_the_run_was_after_it(name: str, folder: Path) -> None:
     data = read_run(folder / name)
@@ -124,6 +125,7 @@ def test_figure_4_draws_the_loss_and_not_the_accuracy(folder: Path) -> None:
     assert figure.axes[0].get_ylabel() == "training loss" and "accuracy" not in caption + alt
 
 
+@pytest.mark.full
 def test_loss_figures_name_the_runs_whose_loss_has_further_terms(folder: Path, tmp_path: Path) -> None:
     plain = read_comparison(folder).runs
     for draw in (training_loss, heads.client_loss):
