@@ -165,7 +165,7 @@ def table(p: Point) -> str:
 def main(
     engine: Literal["ray", "local"] = "ray",
     clients: Annotated[str, typer.Option(help="numbers of clients")] = "100,1000,10000",
-    rounds: Annotated[int, typer.Option(help="the first of which does not count")] = 6,
+    rounds: Annotated[int, typer.Option(help="number of rounds; the first is not counted")] = 6,
 ) -> None:
     """Measure each number of clients in a folder of its own, and print its table."""
     for count in map(int, clients.split(",")):

@@ -112,7 +112,7 @@ def run(kind: type[Deployment], cold: bool, folder: Path, rounds: int) -> Turn:
 
 def main(
     turns: int = 2,
-    rounds: Annotated[int, typer.Option(help="of a run, of which the first does not count")] = 7,
+    rounds: Annotated[int, typer.Option(help="rounds of a run; the first is not counted")] = 7,
 ) -> None:
     """Print the tables, and what every turn took."""
     done: dict[str, list[Turn]] = {kind: [] for kind in KINDS}

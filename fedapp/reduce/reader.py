@@ -57,7 +57,7 @@ class Schema:
     check: Check = lambda reply: None
 
     def hidden(self, raw: Raw) -> Schema:
-        """Return the schema of the same replies with these arrays instead, of which only the sum is checked."""
+        """Return the schema of replies that hold these masked arrays; only their sum is checked."""
         return dataclasses.replace(self, shapes={}, further=(), raw=raw, check=lambda reply: None)
 
 

@@ -402,7 +402,7 @@ class RunResult:
 
     @property
     def printed_metrics(self) -> tuple[str, ...]:
-        """The metrics but the number of classes behind `auc`, which is no score."""
+        """The metrics without the number of classes behind `auc`."""
         return tuple(name for name in self.metrics if name != "auc_classes")
 
     def metric(self, protocol: str, name: str, what: str = "mean") -> float:

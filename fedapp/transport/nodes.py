@@ -82,15 +82,13 @@ class NodeCohort(Cohort):
     # ---- the start of a run --------------------------------------------------------------------------------------
 
     def warnings(self) -> list[str]:
-        """Warn if there is no roster."""
-        return (
-            []
-            if self.roster is not None
-            else [
-                "there is no roster, so a client id belongs to the first node that is online and claims it: fedapp "
-                "admit writes one, and FEDAPP_ROSTER names it to the SuperLink"
-            ]
-        )
+        """Warn that a run without a roster does not check client ids."""
+        if self.roster is not None:
+            return []
+        return [
+            "there is no roster: a client id belongs to the first online node that claims it; fedapp admit writes a "
+            "roster, and FEDAPP_ROSTER names it to the SuperLink"
+        ]
 
     def candidates(self, able: Sequence[ClientInfo], infos: Sequence[ClientInfo]) -> Sequence[ClientInfo]:
         """Return the first client of each model and shape of samples, the most common ones first.

@@ -330,7 +330,7 @@ def _take(found: Archive, path: Path, common: Common, line: Line) -> None:
         "flat": flat, HPARAMS: line.hparams, "versions": {**common.versions, **line.versions}, **tables,
         "summary": line.summary.model_dump(exclude_unset=True), "alone": flat.get("method") == "local",
     }  # fmt: skip
-    run = RunResult(path.parent / key.folder, known=known)  # there is no directory
+    run = RunResult(path.parent / key.folder, known=known)  # the directory need not exist
     found.seconds[key] = line.summary.seconds
     try:
         asked = key.study in studies() and key.variant in studies()[key.study].variants
