@@ -33,7 +33,7 @@ from fedapp.reduce.scaling import KIND
 from fedapp.reduce.spec import Query
 from fedapp.sampling import rng, sample_clients
 from fedapp.transport.boundary import LARGE, Contract, decoded_problem
-from fedapp.transport.records import Encoder, arrays_of, encoded
+from fedapp.transport.records import Encoder, decoded, encoded
 from strategies._maths import Maths
 
 CLIENT_FN = (
@@ -202,7 +202,7 @@ class FlowerStrategy(FedAvg):
         The model of a foreign app need not call its body `features`. Integer arrays, such as BatchNorm's counters, are
         never averaged.
         """
-        self._whole = arrays_of(record)
+        self._whole = {name: decoded(array) for name, array in record.items()}
         prefixes = self._prefixes()
         floats = {n: a for n, a in self._whole.items() if np.issubdtype(a.dtype, np.floating)}
         self._initial = {n: a for n, a in floats.items() if _under(n, prefixes)}
@@ -326,7 +326,7 @@ class FlowerStrategy(FedAvg):
             raise ValueError(message.error.reason)
         content = message.content
         record = next(iter(content.array_records.values()), ArrayRecord())
-        arrays = arrays_of(record)
+        arrays = {name: decoded(array) for name, array in record.items()}
         # A NumPyClient behind `client_fn` replies with a list: Flower names its arrays by their positions.
         sent = self._sent()
         if sent and list(arrays) == [str(i) for i in range(len(sent))]:

@@ -21,7 +21,7 @@ from fedapp.transport.records import (
     Encoder,
     Part,
     Records,
-    arrays_of,
+    decoded,
     encoded,
     payload_of,
     reply_of,
@@ -92,7 +92,7 @@ def travels(array: np.ndarray, sent: RecordDict) -> None:
     [there] = [bytearray(b.raw()) for b in apart]
     assert len(there) > array.nbytes and (array.nbytes < 4 or array.tobytes("C") not in text)
     record = pickle.loads(text, buffers=[there]).array_records["arrays"]
-    view, copied = arrays_of(record, checked=True)["x"], arrays_of(record)["x"]
+    view, copied = decoded(record["x"], checked=True), decoded(record["x"])
     for found in (view, copied):
         assert (found.dtype, found.shape) == (array.dtype, array.shape) and np.array_equal(found, array)
     if array.size:
@@ -133,7 +133,7 @@ def test_ray_stores_once_what_several_messages_have_in_common(monkeypatch: pytes
         assert b"fedapp" not in text.replace(b"tests.test_records", b"") and common["w"].tobytes() not in text
         record = pickle.loads(text, buffers=apart)["arrays"]
         assert len(apart) == 1, "the client's own array"
-        found = arrays_of(record, checked=True)
+        found = {name: decoded(array, checked=True) for name, array in record.items()}
         assert handmade.equal(found, {"own": np.full(3, c), **common}) and len(Store.kept) == 1
         assert np.shares_memory(found["w"], Store.kept[0])
     monkeypatch.setattr(Store, "is_initialized", lambda: False)

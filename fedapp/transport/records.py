@@ -157,24 +157,21 @@ def wire_bytes(array: FlowerArray) -> int:
     return int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
 
 
-def arrays_of(record: Mapping[str, FlowerArray], casts: str = "{}", checked: bool = False) -> Arrays:
-    """Decode named arrays; `casts` (JSON, name -> dtype) restores the dtype of those that were sent as fp16.
+def decoded(sent: FlowerArray, dtype: str | None = None, checked: bool = False) -> Array:
+    """Decode an array; `dtype` is the one that it had before it was sent as fp16.
 
     Parameters
     ----------
-    checked : headers and sizes are known to be right: the arrays stay where they are and cannot be written.
+    checked : header and size are known to be right: the array stays where it is and cannot be written.
     """
-    back: dict[str, str] = json.loads(casts)
-    arrays: Arrays = {}
-    for name, sent in record.items():
-        # What are no bytes has come through Ray from a process of the same simulation, or in a pack from the server.
-        if isinstance(sent.data, bytes) and not checked:
-            arrays[name] = sent.numpy()
-        else:
-            dtype, data = np.dtype(sent.dtype), memoryview(sent.data)
-            numbers = np.frombuffer(data[len(data) - wire_bytes(sent) :], dtype)
-            arrays[name] = numbers.reshape(sent.shape) if checked else numbers.reshape(sent.shape).copy()
-    return {name: a.astype(back[name]) if name in back else a for name, a in arrays.items()}
+    # What are no bytes has come through Ray from a process of the same simulation, or in a pack from the server.
+    if isinstance(sent.data, bytes) and not checked:
+        array = sent.numpy()
+    else:
+        kind, data = np.dtype(sent.dtype), memoryview(sent.data)
+        view: Array = np.frombuffer(data[len(data) - wire_bytes(sent) :], kind).reshape(sent.shape)
+        array = view if checked else view.copy()
+    return array.astype(dtype) if dtype else array
 
 
 class Records(NamedTuple):
@@ -245,9 +242,10 @@ def payload_of(message: Message | Part, checked: bool = False) -> tuple[Payload,
     """
     content = message.content
     header = dict(content.config_records.get(REQUEST, {}))
-    casts = str(header.pop(CAST, "{}"))
+    casts = json.loads(str(header.pop(CAST, "{}")))
     request = RoundRequest.of(header)
-    arrays = arrays_of(content.array_records.get(ARRAYS, {}), casts, checked)
+    sent = content.array_records.get(ARRAYS, {})
+    arrays = {name: decoded(a, casts.get(name), checked) for name, a in sent.items()}
     if checked:
         arrays = {name: a.copy() for name, a in arrays.items()}
     scalars: dict[str, Any] = dict(content.config_records.get(SCALARS, {}))
@@ -290,5 +288,6 @@ def reply_of(message: Message | Part) -> tuple[Arrays, dict[str, Any], dict[str,
     info = dict(content.config_records.get(INFO, {}))
     record: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, {})
     sent = sum(wire_bytes(a) for a in record.values())
-    arrays = arrays_of(record, str(info.pop(CAST, "{}")), checked=True)
+    casts = json.loads(str(info.pop(CAST, "{}")))
+    arrays = {name: decoded(a, casts.get(name), checked=True) for name, a in record.items()}
     return arrays, dict(content.metric_records.get(METRICS, {})), info, sent

@@ -168,7 +168,8 @@ class AttackedGrid(LocalGrid):
 
     def _arrays(self, reply: Message) -> dict[str, NDArray[Any]]:
         # Every liar reads every reply, and all were written in this process: they are read where they lie.
-        return records.arrays_of(reply.content.array_records[records.ARRAYS], checked=True)
+        sent = reply.content.array_records[records.ARRAYS]
+        return {name: records.decoded(array, checked=True) for name, array in sent.items()}
 
     def _update(self, reply: Message, names: Sequence[str]) -> Vector:
         """Return the change of what was sent; class means and the like have none and count from 0."""
