@@ -252,8 +252,15 @@ class FedClient(PositionalClient):
         """
         return [Phase(self.step_loss, self.training)]
 
+    def train_locally(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Run the local training of the round; return what `after_training` returns. The report is in `self.report`."""
+        drop_statistics(self.model, self.task.buffers)
+        self.before_training(payload)
+        self.report = self.run_phases()
+        return self.after_training(payload)
+
     def run_phases(self) -> TrainReport:
-        """Run the local training of the round; return the report of the phases on the training split."""
+        """Run the phases of the round; return the report of those on the training split."""
         report = TrainReport()
         for phase in self.phases():
             done = self.run_phase(phase)
@@ -333,10 +340,7 @@ class FedClient(PositionalClient):
         metrics: dict[str, Any] = {}
         if "received" in self.task.protocols:
             metrics.update(self.measure("received", balanced))
-        drop_statistics(self.model, self.task.buffers)
-        self.before_training(payload)
-        self.report = self.run_phases()
-        extras, numbers = self.after_training(payload)
+        extras, numbers = self.train_locally(payload)
         if "trained" in self.task.protocols:
             metrics.update(self.measure("trained", balanced))
         # Nothing changes the model after this: it is sent and stored from its own memory.
@@ -387,10 +391,7 @@ class FedClient(PositionalClient):
 
     def train_to_score(self, payload: Payload, *, balanced: bool = True) -> dict[str, Any]:
         """Train after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
-        drop_statistics(self.model, self.task.buffers)
-        self.before_training(payload)
-        self.report = self.run_phases()
-        self.after_training(payload)
+        self.train_locally(payload)
         return self.measure("trained", balanced, further=True) if "trained" in self.task.protocols else {}
 
     def tune_to_score(self, protocol: str = "tuned", *, balanced: bool = True) -> dict[str, Any]:
@@ -422,10 +423,7 @@ class FedClient(PositionalClient):
         if epochs:
             # Not in the task: KT-pFL has epochs of its own, and unseen clients of all methods train equally long.
             self.newcomer_epochs = epochs
-            drop_statistics(self.model, self.task.buffers)
-            self.before_training(payload)
-            self.report = self.run_phases()
-            self.after_training(payload)
+            self.train_locally(payload)
         return self.measure(protocol, balanced=True, further=True)
 
     def answer_query(self, kind: str, payload: Payload, server_round: int) -> tuple[Arrays, int, dict[str, Any]]:
