@@ -134,6 +134,15 @@ def test_twelve_queries_find_their_pages_first(address: str, chromium: Any) -> N
     assert not {query: place for query, place in found.items() if not str(place).startswith(QUERIES[query])}
 
 
+def test_the_page_on_choosing_is_one_screen(address: str, chromium: Any) -> None:  # noqa: F811
+    """Answer, flow chart, shortlist, measured settings and all folds end within 1,000 pixels at a width of 1,280."""
+    tab = chromium.new_page(viewport={"width": 1280, "height": 1000})
+    tab.goto(f"{address}choosing/", timeout=180_000)
+    end = tab.evaluate("document.querySelector('article').getBoundingClientRect().bottom")
+    tab.close()
+    assert 600 < end <= 1000
+
+
 def test_no_page_is_wider_than_a_phone_or_loads_from_elsewhere(site: Path, address: str, chromium: Any) -> None:  # noqa: F811
     places = [str(f.parent.relative_to(site)) for f in site.rglob("index.html")]
     written = sorted(p for p in places if not p.startswith("api/"))

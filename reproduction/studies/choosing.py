@@ -15,7 +15,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -49,7 +49,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 AGAIN = "again"
 """Training alone with the same partition and the next training seed; its difference to training alone is chance."""
 UNMEASURED = "*Not measured yet.*"
-FOLDED = "<details markdown><summary>{}</summary>"
 NEEDS = ("different networks", "one model for all", "one network, a model each")
 """Leaves of the flow chart."""
 PICTURE = "pictures/gain-by-rows.svg"
@@ -309,18 +308,15 @@ def every_block(runs: Sequence[Kept]) -> Comparisons:
 
 
 def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
-    """Return the sentences with which the page begins, and the table of settings."""
+    """Return the sentences with which the page begins."""
     if not known:
         return [UNMEASURED]
     total = {word: sum(len(c.of(word)) for _, c in known) for word in ("better", "worse", "equal", "open")}
-    seeds = f"{counted(len(known), 'setting')} with {counted(definition().seeds, 'seed')} each"
-    absent = [title(m) for m in registry.discover() if m not in {run.method for run in runs}]
-    others = f"every method{' but ' + ' and '.join(absent) if absent else ''}"
     lines = [
-        f"In {seeds}, {others} was compared with training alone by the score that it is judged by. "
-        f"{counted(sum(total.values()), 'comparison')}: {total['better']} better, {total['worse']} worse, "
-        f"{total['equal']} equal within the margin, {total['open']} open. The 95 % intervals hold for all methods of a "
-        "setting together.",
+        f"{counted(sum(total.values()), 'comparison')} with training alone in {counted(len(known), 'setting')} with "
+        f"{counted(definition().seeds, 'seed')} each: {total['better']} better, {total['worse']} worse, "
+        f"{total['equal']} equal within the margin, {total['open']} open (95 % intervals for all "
+        "methods of a setting together)."
     ]
     for block, found in known:
         if float(block.settings.get("fraction-train", 1)) < 1:
@@ -332,21 +328,34 @@ def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
             gain, same, lose = found.harm[method]
             once = ", and statistics once" * (notes()[method]["costs"][2] > 0)
             lines.append(
-                f"Better: {title(method)} {in_points(found.methods[method])} points ({block.title}). It helps "
+                f"**{title(method)}** is better by {in_points(found.methods[method])} points ({block.title}). It helps "
                 f"{tally([[gain]])} of {tally([[gain + same + lose]])} clients there and harms {tally([[lose]])}. A "
                 f"client sends {size(sent_in(block, runs)[method])} a round{once}. {payload_of(method)}"
             )
+    return [" ".join(lines), *whom_and_cost(runs, known)]
+
+
+def missing(runs: Sequence[Kept], known: Comparisons) -> list[str]:
+    """Return a sentence for what has no runs yet, or too few."""
+    absent = [title(m) for m in registry.discover() if m not in {run.method for run in runs}]
+    absent += [b.title for b in definition().block if b.id not in {block.id for block, _ in known}]
+    lines = [f"Not measured yet: {'; '.join(absent)}."] if absent else []
+    for block, found in known:
+        if found.lacking:
+            lines.append(f"Not finished in all seeds ({block.title}): {', '.join(map(title, found.lacking))}.")
+    return [" ".join(lines)]
+
+
+def settings(known: Comparisons) -> list[str]:
+    """Return the table of settings, and what a client's loss means in it."""
+    if not known:
+        return [UNMEASURED]
     harm = "A client loses where its correct test rows fall by more than one standard error of the difference."
     if chance := [100 * c.harm[AGAIN][2] / sum(c.harm[AGAIN]) for _, c in known if AGAIN in c.harm]:
         harm += (
             f" Training alone, run again with another training seed, makes {min(chance):.0f} to {max(chance):.0f} % of "
             "the clients of a setting lose by chance."
         )
-    if unknown := [b.title for b in definition().block if b.id not in {block.id for block, _ in known}]:
-        lines.append(f"Not measured yet: {'; '.join(unknown)}.")
-    for block, found in known:
-        if found.lacking:
-            lines.append(f"Not finished in all seeds ({block.title}): {', '.join(map(title, found.lacking))}.")
     rows, whole = [], all(AGAIN in c.harm and c.everywhere for _, c in known)
     for block, c in known:
         better = [f"{title(m)} {in_points(c.methods[m])}" for m in c.of("better")]
@@ -365,10 +374,7 @@ def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
         rows.append(row)
     heads = "setting|alone, %:|better than alone, points|equal / open / worse:|most clients lose"
     heads += "|lose by chance:|highest on all classes, %" if whole else ""
-    return [
-        " ".join(lines), "", *whom_and_cost(runs, known), FOLDED.format("Setting by setting"), "",
-        harm, "", *markdown(heads, rows), "", "</details>", "",
-    ]  # fmt: skip
+    return [harm, "", *markdown(heads, rows)]
 
 
 def sent_in(block: Block, runs: Sequence[Kept]) -> dict[str, float]:
@@ -382,20 +388,13 @@ def whom_and_cost(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     if not methods:
         return []
     clients = {m: np.sum([c.harm[m] for _, c in known], axis=0) for m in methods}
-    gain, _, lose = ({m: 100 * of[i] / of.sum() for m, of in clients.items()} for i in range(3))
-    sent = {m: up for m, up in sent_in(known[0][0], runs).items() if m in methods}
-
-    def span(values: Mapping[str, float], write: Callable[[float], str]) -> str:
-        low, high = (f(values, key=lambda m: values[m]) for f in (min, max))
-        one, other = write(values[low]), write(values[high])
-        return one if one == other else f"{one} ({title(low)}) to {other} ({title(high)})"
-
+    gain, _, lose = ([100 * of[i] / of.sum() for of in clients.values()] for i in range(3))
+    sent = [up for m, up in sent_in(known[0][0], runs).items() if m in methods]
     return [
-        f"Methods of the shortlist help {span(gain, '{:.0f} %'.format)} of the clients of all settings and harm "
-        f"{span(lose, '{:.0f} %'.format)}. A client sends {span(sent, size)} a round ({known[0][0].title}). "
-        f"Clients send class statistics with {sum(map(reveals_classes, methods))} of these "
-        f"{counted(len(methods), 'method')}.",
         "",
+        f"The {counted(len(methods), 'method')} of the shortlist help {min(gain):.0f} to {max(gain):.0f} % of all "
+        f"clients and harm {min(lose):.0f} to {max(lose):.0f} %. A client sends {size(min(sent))} to {size(max(sent))} "
+        f"a round, class statistics with {sum(map(reveals_classes, methods))} of them.",
     ]
 
 
@@ -415,8 +414,6 @@ def shortlist(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     """Return the methods that are worse than training alone in no setting, by what they need and reveal."""
     if not known:
         return [UNMEASURED]
-    sent = sent_in(known[0][0], runs)
-    measured = len(sent.keys() - {"local", AGAIN})
     shown = listed(known)
     least = {m: min(c.methods[m].mean for _, c in known) for m in shown}
     leaves: dict[str, tuple[list[str], list[str]]] = {need: ([], []) for need in NEEDS}
@@ -427,13 +424,27 @@ def shortlist(runs: Sequence[Kept], known: Comparisons) -> list[str]:
         text = f"[{title(method)}](methods/{method}.md){rows_too} {100 * least[method]:+.1f}"
         leaves[need][reveals_classes(method)].append(text)
     short = [(need, *(", ".join(found) or "none" for found in both)) for need, both in leaves.items()]
+    measured = len({run.method for run in runs} - {"local", AGAIN})
+    return [
+        f"{counted(len(shown), 'method')} of {measured} are worse than training alone in no setting. The number is the "
+        "difference in the worst setting, in points. Without class statistics the weights still show class sizes "
+        "([threat model](threat-model.md#what-replies-reveal)).",
+        "", *markdown("need|sends no class statistics|sends class statistics", short),
+    ]  # fmt: skip
+
+
+def details(runs: Sequence[Kept], known: Comparisons) -> list[str]:
+    """Return the table of needs, bytes and intervals of the methods of the shortlist."""
+    if not known:
+        return [UNMEASURED]
+    sent = sent_in(known[0][0], runs)
 
     def needs(method: str) -> tuple[bool, bool, bool, float]:
         of = registry.get(method)
         return not of.heterogeneous, reveals_classes(method), bool(of.public_share), sent[method]
 
     rows: list[tuple[str, ...]] = [(title("local"), "any", "no", DASH, "0.0", *[DASH] * 3)]
-    for method in sorted(shown, key=needs):
+    for method in sorted(listed(known), key=needs):
         one, reveals, public, up = needs(method)
         ordered = sorted(known, key=lambda pair: pair[1].methods[method].mean)
         low, high = (f"{in_points(c.methods[method])}, {block.id}" for block, c in (ordered[0], ordered[-1]))
@@ -444,14 +455,9 @@ def shortlist(runs: Sequence[Kept], known: Comparisons) -> list[str]:
         ))  # fmt: skip
     heads = "method|architectures|class statistics|secure sums|up, kB:|better / equal / open:|lowest, points"
     return [
-        f"{counted(len(shown), 'method')} of {measured} are worse than training alone in no setting. The number is the "
-        "difference in the worst setting, in points. Without class statistics the weights still show class sizes "
-        "([threat model](threat-model.md#what-replies-reveal)); [secure sums](secure-sums.md) hide them "
-        "where the table below has *yes*.",
-        "", *markdown("need|sends no class statistics|sends class statistics", short), "",
-        FOLDED.format("Needs, bytes and intervals of these methods"), "",
-        "*Lowest* and *highest*: difference to training alone in a setting.",
-        "", *markdown(f"{heads}|highest, points", rows), "", "</details>", "",
+        f"*Up*: {known[0][0].title}. *Lowest* and *highest*: difference to training alone in a setting. "
+        "[Secure sums](secure-sums.md), where there is *yes*, hide class sizes too.",
+        "", *markdown(f"{heads}|highest, points", rows),
     ]  # fmt: skip
 
 
@@ -487,7 +493,11 @@ def page(text: str, runs: Sequence[Kept]) -> tuple[str, str]:
     known = every_block(runs)
     drawing = gains(runs, known)
     shown = [UNMEASURED] if drawing is None else [drawing.caption, "", f"![{drawing.alt}]({PICTURE})"]
-    for name, lines in {"answer": answer(runs, known), "shortlist": shortlist(runs, known), "gains": shown}.items():
+    tables = {
+        "answer": answer(runs, known), "shortlist": shortlist(runs, known), "missing": missing(runs, known),
+        "settings": settings(known), "details": details(runs, known), "gains": shown,
+    }  # fmt: skip
+    for name, lines in tables.items():
         text = replaced(text, name, lines)
     return text, "" if drawing is None else f"{drawing.svg(text=False)}<!-- {drawing.caption} -->\n"
 
