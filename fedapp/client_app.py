@@ -351,8 +351,9 @@ def _remember(context: Context, client: FedClient, server_round: int) -> None:
 
 def handle(stage: str, message: Message, context: Context) -> Message:
     """Run one stage of each client of a message. Errors become replies, which name client, stage and reason."""
-    read = functools.cache(lambda: configuration.from_context(context.run_config))  # once for all clients of a message
-    if process.real_node() or PARTS not in message.content.config_records:
+    real = process.real_node()
+    read = functools.cache(lambda: configuration.from_context(context.run_config, nodes=real))  # once for all clients
+    if real or PARTS not in message.content.config_records:
         return Message(sealed(_reply(stage, message, context, read)), reply_to=message)
     replies = {client: _reply(stage, part, context, read) for client, part in parts(message.content).items()}
     return Message(together(replies), reply_to=message)

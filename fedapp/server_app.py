@@ -130,9 +130,9 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
     out: Path | None = None
     run: Run | None = None
     try:
-        config = configuration.from_context(run_config)
-        # The command that started a simulation looks for its run where it asked for it.
         kind = kind_of(grid)
+        config = configuration.from_context(run_config, nodes=not kind.own)
+        # The command that started a simulation looks for its run where it asked for it.
         out = place(config, confined=not kind.own)
         check_out(out, config.storage.resume)
         tell = event or (lambda event: None)

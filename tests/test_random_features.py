@@ -15,7 +15,7 @@ import torch
 from clients import _checks
 from clients.base import FedClient
 from fedapp import load
-from fedapp.config import from_flat
+from fedapp.config import for_nodes, from_flat
 from fedapp.core import fourier
 from fedapp.data.moments import feature_sums
 from fedapp.data.transforms import InputSpec
@@ -125,6 +125,42 @@ def test_a_run_standardises_by_an_exchange_as_a_simulation_does_by_itself(tmp_pa
     raw = tiny(**common, normalise="none")
     assert abs(raw.rounds["trained_loss"] - own.rounds["trained_loss"]).max() > 0.1
     assert asked.summary["bytes_up_query.scaling"] == 8 * 25
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_nodes_standardise_features_for_heads_trained_in_rounds(
+    secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDAPP_STATE", str(tmp_path / "home"))
+    places = [features(tmp_path / f"{k}.npz", client=False, seed=k) for k in range(3)]
+    nodes = {70 + k: {"client-id": k, "data-path": str(place)} for k, place in enumerate(places)}
+    values = {"dataset": "npz", "model": "identity", "class-names": "0,1,2,3", "num-server-rounds": 2}
+    summary, grid, _ = start(tmp_path, nodes, method="fedavg", **values, **{"secure-sum": secure})
+    told = grid.told[70]
+    assert summary["ok"] and told.index("query.scaling") < told.index("train")
+    x = np.concatenate([training(place)[0] for place in places])
+    for kept in (tmp_path / "home").rglob("received.safetensors"):
+        inputs = predict.read_model(kept).inputs
+        np.testing.assert_allclose([inputs.mean, inputs.std], [x.mean(axis=0), x.std(axis=0)], atol=1e-4)
+    assert 'model-args = "standardise=true"' in (tmp_path / "run" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": "fed3r"},
+        {"normalise": "none"},
+        {"dp": "sgd"},
+        {"model-args": "standardise=false"},
+        {"model-args": ARGS},
+        {"model": "mlp"},
+        {"dataset": "digits"},
+        {"method": "local", "bodies": "aaaaaaaa,bbbbbbbb"},
+    ],
+)  # fmt: skip
+def test_nodes_keep_what_needs_no_standardisation(given: dict[str, Any]) -> None:
+    config = from_flat({"method": "fedavg", "dataset": "npz", "model": "identity", **given})
+    assert for_nodes(config) == config
 
 
 def test_a_resumed_run_goes_on_with_its_scaling(tmp_path: Path, tiny: Tiny) -> None:

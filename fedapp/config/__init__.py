@@ -38,7 +38,7 @@ from fedapp.settings import unless_auto
 
 __all__ = [
     "DEFAULTS", "FIELDS", "GROUPS", "KEYS", "RunConfig", "check_continues", "check_liars", "check_node",
-    "check_simulation", "check_sums",
+    "check_simulation", "check_sums", "for_nodes",
 ]  # fmt: skip
 SHOWN = 80
 """Characters of a value that a message shows."""
@@ -274,6 +274,18 @@ def _with_features(config: RunConfig) -> RunConfig:
     )
 
 
+def for_nodes(config: RunConfig) -> RunConfig:
+    """Return the configuration with `normalise = auto` of given features as real nodes can do it: by an exchange.
+
+    In a simulation it stands for mean and deviation of all rows; nodes send the sums from which these follow.
+    """
+    model, data = config.model, config.data
+    asked = data.normalise == "auto" and "standardise" not in model.model_args
+    if not asked or set(model.names) != {IDENTITY} or data.bodies or published(data.dataset):
+        return config
+    return config.replaced(model_args=f"{model.model_args} standardise=true".lstrip(), normalise="none")
+
+
 _KNOWN: OrderedDict[str, RunConfig] = OrderedDict()
 """Configurations that this process has validated, by the text of their flat form; the newest last."""
 
@@ -285,12 +297,15 @@ def for_context(config: RunConfig) -> dict[str, Any]:
     return flat
 
 
-def from_context(run_config: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of a Flower context; every message brings it, and a process validates it once."""
+def from_context(run_config: Mapping[str, Any], *, nodes: bool = False) -> RunConfig:
+    """Return the configuration of a Flower context, as real `nodes` need it if it is for them.
+
+    Every message brings it, and a process validates it once.
+    """
     text = _text(run_config)
     if text not in _KNOWN:
         _remember(text, from_flat(json.loads(text)))
-    return _KNOWN[text]
+    return for_nodes(_KNOWN[text]) if nodes else _KNOWN[text]
 
 
 def _text(flat: Mapping[str, Any]) -> str:

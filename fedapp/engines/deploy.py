@@ -97,7 +97,7 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     """
     to = connection(superlink)
     resume = bool(values.get("resume", False))
-    config = local.read_values(values, configuration.check_node)
+    config = configuration.for_nodes(local.read_values(values, configuration.check_node))
     local.say_ignored(values, config)
     if dry_run:
         runner.print_config(config)

@@ -80,7 +80,10 @@ def stages(name: str, shape: tuple[int, ...], settings: ModelSettings) -> list[t
     """
     args = of(name, settings)
     if args.scaled and len(shape) != 1:
-        raise BadRequest(f"model-args of {IDENTITY} are for rows of features, and this data has {described(shape)}")
+        raise BadRequest(
+            f"model-args of {IDENTITY} are for rows of features, and this data has {described(shape)}: leave them out, "
+            "on real nodes with normalise = none"
+        )
     if not args.random_features:
         return []
     from fedapp.models.blocks import RandomFeatures

@@ -36,7 +36,7 @@ class DataSettings(Group):
         "auto",
         description="mean and standard deviation by which samples are normalised: data = of the training rows of all "
         "clients that train, client = of each client's own, none; auto = those of torchvision's weights or published "
-        "for the data set, else as data, with public rows; on real nodes as client, and none for features of a body",
+        "for the data set, else as data, with public rows; on real nodes as client, with model = identity as data",
     )
     skip_bad: bool = Field(False, description="leave out files and pictures that cannot be used; they are counted")
     data_fraction: float = Field(
