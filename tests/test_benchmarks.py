@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import report, server
+from benchmarks import frozen, report, server
 from benchmarks.overhead import CASES
+from benchmarks.rounds import SMALL, random_images
 from benchmarks.timing import Times, alternate
+from fedapp.bodies import extraction, known
+from fedapp.data.columns import PLAIN
+from tests.test_features import picture_body
 
 
 @pytest.mark.full
@@ -80,6 +86,36 @@ def test_alternatives_are_called_in_turn_and_may_measure_themselves() -> None:
     assert times.seconds == {"slow": [9.0, 15.0, 21.0], "fast": [4.0, 6.0, 8.0]}
     assert times.median("slow") == 15.0
     assert times.ratio("slow", "fast") == 15 / 6
+
+
+def test_extraction_is_timed_without_reading_against_the_same_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    rng, file = np.random.default_rng(0), tmp_path / "p.npz"
+    np.savez(file, x=rng.integers(0, 256, (300, 8, 8, 3), dtype=np.uint8), y=np.arange(300) % 3)
+    body = known.chosen(str(picture_body(tmp_path / "body.onnx")), size=8, mean=(127.0,), std=(128.0,))
+    ran: list[int] = []
+
+    def counted(call: Callable[[], object]) -> float:
+        ran.append(0)
+        call()
+        return 3.0 - len(ran) % 3  # reading 2, the extraction with it 1, the forward pass 3
+
+    monkeypatch.setattr(frozen, "processor_seconds", counted)
+    given = extraction.of_files(file, "", PLAIN)
+    times = frozen.extracted(given, body, tmp_path, 1)
+    assert times.seconds == {"reading": [2.0], "extraction": [-1.0], "forward": [3.0]}
+    assert len(ran) == 6 and not (tmp_path / "features.npz").exists()
+
+
+@pytest.mark.full
+def test_rounds_of_both_methods_are_timed(tmp_path: Path) -> None:
+    data = random_images(tmp_path / "data", 360)
+    (data / "cifar10.npz").rename(data / "fashion_mnist.npz")
+    times = frozen.rounds(data, tmp_path, SMALL)
+    limit = {"round of FedRep / of FedAvg": (times, "fedrep", "fedavg")}
+    assert " | 2 | 1.8 | " in frozen.table(limit)[-1] and min(times.ratios("fedrep", "fedavg")) > 0
 
 
 def test_a_target_is_met_at_its_bound() -> None:
