@@ -42,7 +42,8 @@ from fedapp.results.statistics import DASH, spread, tally, worst
 from reproduction.studies.choosing import DOCS, UNMEASURED, named
 
 Array = NDArray[Any]
-Scores = dict[str, float]
+Scores = dict[str, Any]
+"""Numbers by name; `recalls` is a list of them."""
 
 CHOOSING = "lda, choose"
 HEADS = ("fed3r", "lda", CHOOSING, "fedncm", "fedcof")
@@ -99,6 +100,11 @@ SETTINGS = {
 }
 PLAIN = tuple(SETTINGS)
 """The settings of the first tables."""
+FEW_ROWS = {"cifar10-few": 1536, "banking77-few": 461}
+"""Training rows of data sets of which few are drawn: 1.2 for each feature."""
+for _name, _plain in {"cifar10-few": SETTINGS["cifar10-20"], "banking77-few": SETTINGS["banking77"]}.items():
+    _title = f"{_plain.title.partition(',')[0]}, {FEW_ROWS[_name]} training rows, ten clients, Dirichlet 0.1"
+    SETTINGS[_name] = Setting(_title, _name, dealt(10, min_samples=2), ("fed3r", "lda", "fedncm"))
 GUARDS: dict[str, Mapping[str, Any]] = {
     "secure": {"secure_sum": True},
     **{f"epsilon-{e}": {"dp": "example", "dp_epsilon": float(e), "dp_test": True} for e in (1, 3, 8)},
@@ -174,9 +180,9 @@ def discriminant(a: Array, b: Array, shrink: float, log_prior: Array | float = 0
 
 
 def nearest_mean(b: Array) -> Array:
-    """Return the head of the nearest class mean by cosine, (C, d + 1)."""
-    means = b[:, :-1] / np.maximum(b[:, -1:], 1)
-    return np.column_stack([means / np.linalg.norm(means, axis=1, keepdims=True), np.zeros(len(b))])
+    """Return the head of the nearest class mean by cosine, (C, d + 1); a class without rows never wins."""
+    norms = np.linalg.norm(b[:, :-1], axis=1, keepdims=True)
+    return np.column_stack([b[:, :-1] / np.where(norms > 0, norms, 1), np.where(b[:, -1] > 0, 0, -np.inf)])
 
 
 def quadratic(x: Array, y: Array, new: Array) -> Array:
@@ -303,6 +309,12 @@ def each_alone(rows: Rows, clients: Sequence[ClientSplit], penalty: float) -> di
     return {name: counts_of(right) for name, right in found.items()}
 
 
+def by_class(right: Array, truth: Array) -> Scores:
+    """Return the recall of each class, and the lowest, of rows that are right (n,) and of the classes `truth` (n,)."""
+    found = [round(float(right[truth == c].mean()), 4) for c in np.unique(truth)]
+    return {"recalls": found, "recall": min(found)}
+
+
 def of_the_server(done: RunResult, rows: Rows, clients: Sequence[ClientSplit], same: Array | None) -> Scores:
     """Return the scores of the head that a run's server made; `same` are the classes by the central head, (n,)."""
     guess = np.full(len(rows.y), -1)
@@ -310,8 +322,8 @@ def of_the_server(done: RunResult, rows: Rows, clients: Sequence[ClientSplit], s
     right, truth = guess == rows.y, rows.y[rows.test]
     further = done.summary["metrics"]["global"]
     scores = {"global": done.score("global"), "own": of_clients(counts_of([right[c.test] for c in clients]))["own"],
-              "recall": min(float(right[rows.test][truth == c].mean()) for c in np.unique(truth)),
-              "auc": further["auc"]["mean"], "ece": further["ece"]["mean"]}  # fmt: skip
+              "auc": further["auc"]["mean"], "ece": further["ece"]["mean"],
+              **by_class(right[rows.test], truth)}  # fmt: skip
     return scores if same is None else scores | {"apart": float((same != guess[rows.test]).sum())}
 
 
@@ -352,7 +364,12 @@ def measure(
     found["alone-lda"] = of_clients(counts["lda"])
     found["majority"] = of_clients(counts["majority"])
     found["central"] = {"global": central.logistic()[1], "penalty": central.logistic()[0]}
-    return {name: {key: round(value, 6) for key, value in scores.items()} for name, scores in found.items()}
+    return {name: rounded(scores) for name, scores in found.items()}
+
+
+def rounded(scores: Scores) -> Scores:
+    """Return scores with six digits behind the point."""
+    return {name: value if isinstance(value, list) else round(value, 6) for name, value in scores.items()}
 
 
 # ---- what is kept, and the page --------------------------------------------------------------------------------------
@@ -429,17 +446,30 @@ def rounds_table(kept: Kept, setting: str) -> list[str]:
     return markdown(f"{heads}|up, kB:|processor s:|search, s:", rows)
 
 
+def recall_table(kept: Kept) -> list[str]:
+    """Build the table of recalls: in the order of ten classes; of more classes deciles."""
+    rows = []
+    for setting in PLAIN:
+        for model, runs in of_setting(kept, setting).items():
+            if known := [run["recalls"] for run in runs if "recalls" in run]:
+                recalls = 100 * np.mean(known, axis=0)
+                if len(recalls) > 10:
+                    recalls = np.quantile(recalls, np.linspace(0, 1, 11))
+                rows.append((SETTINGS[setting].title, title(model), " ".join(f"{r:.0f}" for r in recalls)))
+    return markdown("setting|model|recall by class", rows) if rows else [UNMEASURED]
+
+
 def guard_table(kept: Kept) -> list[str]:
-    """Build the table of global accuracies with secure sums and with noise, of what was measured."""
+    """Build the table of accuracies with secure sums and with noise, of what was measured."""
     rows = []
     for name in GUARDED:
         for guard in ("", *GUARDS):
             found = of_setting(kept, f"{name}-{guard}" if guard else name)
             if found:
-                rows.append(
-                    (SETTINGS[name].title, guard or "none", *(cell(found.get(h, ()), "global") for h in SUMMED))
-                )
-    return markdown("|".join(["setting", "guard", *map(title, SUMMED)]), rows)
+                cells = (cell(found.get(head, ()), score) for score in ("global", "own") for head in SUMMED)
+                rows.append((SETTINGS[name].title, guard or "none", *cells))
+    heads = (f"{title(head)}, {score}" for score in ("global", "own") for head in SUMMED)
+    return markdown("|".join(["setting", "guard", *heads]), rows)
 
 
 def mean(runs: Sequence[Scores], name: str) -> float:
@@ -576,11 +606,27 @@ def bodies() -> list[str]:
 
 def page(text: str, kept: Kept) -> str:
     """Return the page with its answer and its tables."""
-    made = {"answer": answer(kept), "costs": [costs(kept)], "bodies": bodies(), "settings": tables(kept, PLAIN),
-            "rounds": tables(kept, ROUNDS), "guards": guard_table(kept)}  # fmt: skip
+    made = {"answer": answer(kept), "costs": [costs(kept)], "bodies": bodies(), "recalls": recall_table(kept),
+            "settings": tables(kept, (*PLAIN, *FEW_ROWS)), "rounds": tables(kept, ROUNDS),
+            "guards": guard_table(kept)}  # fmt: skip
     for name, lines in made.items():
         text = replaced(text, name, lines)
     return text
+
+
+def features_of(folder: Path, file: str, out: Path) -> Path:
+    """Return the file of a data set's features; where few training rows are drawn it is made in `out`."""
+    if (number := FEW_ROWS.get(file)) is None:
+        return folder / f"{file}.npz"
+    with np.load(folder / f"{file.removesuffix('-few')}.npz") as arrays:
+        columns = {name: arrays[name] for name in arrays.files}
+    train = np.flatnonzero(columns["split"] == "train")
+    taken = np.sort(np.append(np.random.default_rng(0).choice(train, number, replace=False),
+                              np.flatnonzero(columns["split"] == "test")))  # fmt: skip
+    rows = len(columns["y"])
+    out.mkdir(parents=True, exist_ok=True)
+    np.savez(out / f"{file}.npz", **{n: a[taken] if a.shape[:1] == (rows,) else a for n, a in columns.items()})
+    return out / f"{file}.npz"
 
 
 def run_missing(settings: Iterable[str], seeds: int, features: Path, out: Path, path: Path) -> None:
@@ -593,7 +639,7 @@ def run_missing(settings: Iterable[str], seeds: int, features: Path, out: Path, 
         if (lacking := [head for head in SETTINGS[s].heads if (s, n, head) not in kept])
     }
     for file in dict.fromkeys(SETTINGS[setting].file for setting, _ in todo):
-        data = features.expanduser().absolute() / f"{file}.npz"
+        data = features_of(features.expanduser().absolute(), file, out)
         fitted = (s for (setting, _, m), s in kept.items() if m == "central" and SETTINGS[setting].file == file)
         central = Central(Rows.read(data), next(((s["penalty"], s["global"]) for s in fitted), None))
         for (setting, seed), heads in todo.items():

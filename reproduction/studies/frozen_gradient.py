@@ -61,7 +61,7 @@ def scores_of(done: RunResult, rows: Rows, alone: Any) -> Scores:
         truth = rows.y[rows.test]
         right = load_model(done.out).predict(rows.x[rows.test]).argmax(axis=1) == truth
         scores |= {"global": done.score("global"), "auc": further["auc"]["mean"], "ece": further["ece"]["mean"],
-                   "recall": min(float(right[truth == c].mean()) for c in np.unique(truth))}  # fmt: skip
+                   **frozen.by_class(right, truth)}  # fmt: skip
     return scores
 
 
@@ -92,7 +92,7 @@ def run_missing(chosen: list[str], features: Path, out: Path, path: Path) -> Non
                     clients = Partition.load(folder / "partition.npz").clients
                     alone = frozen.each_alone(rows, clients, penalty)["logistic"]
                 scores = scores_of(done, rows, alone) | {"seconds": seconds, "search": searched, "step": step}
-                kept[setting, seed, head] = {n: round(value, 6) for n, value in scores.items() if np.isfinite(value)}
+                kept[setting, seed, head] = frozen.rounded({n: v for n, v in scores.items() if np.all(np.isfinite(v))})
             frozen.save(path, kept)
 
 

@@ -41,6 +41,8 @@ def test_the_central_heads_are_those_of_scikit_learn() -> None:
     near = (x @ new.T).reshape(3, 50, 40).mean(axis=1)
     norms = np.linalg.norm(x.reshape(3, 50, 8).mean(axis=1), axis=1)
     assert (frozen.predicted(frozen.nearest_mean(b), new) == (near / norms[:, None]).argmax(axis=0)).all()
+    absent = np.vstack([b, np.zeros(9)])
+    assert (frozen.predicted(frozen.nearest_mean(absent), new) == frozen.predicted(frozen.nearest_mean(b), new)).all()
     assert (frozen.logistic(x[:50], y[:50], new, 0.1) == 0).all(), "one class"
 
 
@@ -53,7 +55,7 @@ def test_a_setting_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name, kinds in {"PLAIN": ("made",), "ROUNDS": (), "GUARDED": ()}.items():
         monkeypatch.setattr(frozen, name, kinds)
     page, lines = tmp_path / "page.md", tmp_path / "kept.jsonl"
-    parts = ("answer", "costs", "bodies", "settings", "rounds", "guards")
+    parts = ("answer", "costs", "bodies", "settings", "recalls", "rounds", "guards")
     page.write_text("".join(f"<!-- table:{part} -->\n<!-- /table:{part} -->\n" for part in parts))
     frozen.main(kept=lines, doc=page)
     assert frozen.UNMEASURED in page.read_text()
@@ -96,8 +98,34 @@ def test_heads_are_trained_in_rounds_with_a_searched_step(tmp_path: Path, monkey
     frozen_gradient.run_missing(["made-rounds"], tmp_path, tmp_path / "runs", lines)
 
 
+def test_recalls_are_by_class_and_of_many_classes_deciles() -> None:
+    truth = np.array([3, 0, 0, 3, 3, 1])
+    found = frozen.by_class(np.array([True, True, False, False, True, True]), truth)
+    assert found == {"recalls": [0.5, 1.0, 0.6667], "recall": 0.5}
+    some = {("banking77", 0, "lda"): found, ("banking77", 1, "lda"): {**found, "recalls": [1.0, 1.0, 0.0]},
+            ("cifar10-20", 0, "lda"): {"recalls": [n / 20 for n in range(20, -1, -1)]},
+            ("clinc150", 0, "lda"): {}}  # fmt: skip
+    rows = [line.split(" | ")[-1] for line in frozen.recall_table(some)[2:]]
+    assert rows == [" ".join(map(str, range(0, 101, 10))) + " |", "75 100 33 |"]
+    assert frozen.rounded(found | {"ece": 1 / 3}) == {**found, "ece": 0.333333}
+
+
+def test_few_training_rows_are_drawn_and_all_test_rows_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    features(tmp_path / "made.npz", rows=40)
+    monkeypatch.setattr(frozen, "FEW_ROWS", {"made-few": 7})
+    few, whole = frozen.features_of(tmp_path, "made-few", tmp_path / "out"), tmp_path / "made.npz"
+    assert frozen.features_of(tmp_path, "made", tmp_path / "out") == whole
+    with np.load(few) as found, np.load(whole) as all_rows:
+        test = all_rows["split"] == "test"
+        assert (found["split"] == "train").sum() == 7 and str(found["about"]) == str(all_rows["about"])
+        assert np.array_equal(found["x"][found["split"] == "test"], all_rows["x"][test])
+        assert len(found["y"]) == len(found["x"]) == len(found["client"]) == 7 + test.sum()
+
+
 def test_settings_are_what_the_page_says() -> None:
-    assert {s.file for s in SETTINGS.values()} == {"cifar10", "fashion_mnist", "banking77", "clinc150"}
+    files = {s.file.removesuffix("-few") for s in SETTINGS.values()}
+    assert files == {"cifar10", "fashion_mnist", "banking77", "clinc150"}
+    assert {"cifar10-few": 1.2 * 1280, "banking77-few": round(1.2 * 384)} == frozen.FEW_ROWS
     for name, guard in frozen.GUARDS.items():
         assert SETTINGS[f"banking77-{name}"].values == {**SETTINGS["banking77"].values, **guard}
 
