@@ -6,8 +6,6 @@ code of a run (`fedapp.privacy.statistics`, `core.privacy.noised`, the strategie
 is the score of a run with these keys. Noise on the sum: each client adds its share of the variance
 (`core.secure_sum.noise_share`) and the server adds up what all of them send, as it would be opened to it.
 
-`sgd` : accuracy against epsilon of runs whose clients train by DP-SGD, on digits.
-
 `choice` : the weight of second moments and the least eigenvalue of a scatter, on persons of HAR's training split.
 
 `attacks` and `cost` : see `reproduction/studies/leakage.py` and `reproduction/studies/secure_sums.py`.
@@ -288,31 +286,6 @@ def name_of(method: str, place: str, epsilon: float) -> str:
     return f"{method} {'none' if math.isinf(epsilon) else f'{place} {epsilon:g}'}"
 
 
-# ---- training by DP-SGD ----------------------------------------------------------------------------------------------
-
-TRAINED = ("fedavg", "lgfedavg")
-STEPS_OF: dict[str, Any] = {
-    "dataset": "digits", "clients": CLIENTS, "partition": "dirichlet", "alpha": 0.5, "model": "digits-a", "rounds": 10,
-    "local_epochs": 1, "final_training": False, "keep_models": False, "protocols": "trained",
-}  # fmt: skip
-SGD_EPSILONS = (1.0, 4.0, 8.0, math.inf)
-
-
-def by_steps(method: str, epsilon: float, seed: int, folder: Path) -> float:
-    """Return the clients' mean accuracy after local training in the last round of a run."""
-    noise: dict[str, Any] = {} if math.isinf(epsilon) else {"dp": "sgd", "dp_epsilon": epsilon, "dp_delta": DELTA}
-    out = folder / f"{method}-{epsilon:g}-{seed}"
-    found = engines.run(out=out, method=method, seed=seed, **STEPS_OF, **noise)
-    return round(float(found.summary["accuracy"]["trained"]["last"]), 4)
-
-
-def sgd_table(found: Mapping[str, Sequence[float]]) -> list[str]:
-    """Build the table of runs with DP-SGD."""
-    rows = [(registry.get(m).title, *(spread(found.get(f"{m} {e:g}", [])) for e in SGD_EPSILONS)) for m in TRAINED]
-    heads = "|".join(["method", *(f"ε = {e:g}:" for e in SGD_EPSILONS[:-1]), "no noise, no clipping:"])
-    return ["", *markdown(heads, rows), ""]
-
-
 # ---- what is chosen beforehand, on other data ------------------------------------------------------------------------
 
 BETAS = (0.125, 0.25, 0.5, 1.0, 2.0)
@@ -525,8 +498,7 @@ CHOICES = {"Fed3R, LDA": ("fed3r", "lda"), "CCVR": ("ccvr",)}
 def page(text: str, kept: Mapping[str, Any]) -> str:
     """Return the page with every table that something is kept for."""
     tables: dict[str, Callable[[Any], list[str]]] = {
-        "accuracy": accuracy_tables, "sgd": sgd_table, "choice": choice_table, "attacks": attack_table,
-        "cost": cost_table,
+        "accuracy": accuracy_tables, "choice": choice_table, "attacks": attack_table, "cost": cost_table,
     }  # fmt: skip
     for name, table in tables.items():
         if name in kept.get("made", {}):
@@ -551,8 +523,6 @@ def measure(part: str, data: Path, seeds: Sequence[int], folder: Path) -> Any:
         return costs()
     if part == "attacks":
         return leakage.attacks(seeds, extractor(data, SOURCES["digits"], 0, folder))
-    if part == "sgd":
-        return {f"{m} {e:g}": [by_steps(m, e, s, folder) for s in seeds] for m in TRAINED for e in SGD_EPSILONS}
     if part == "choice":
         return by_name([compared(read_persons(data, seed, folder), seed) for seed in seeds])
 
@@ -568,7 +538,7 @@ def by_name(scores: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     return {name: [round(one[name], 4) for one in scores] for name in scores[0]}
 
 
-PARTS = ("choice", "accuracy", "sgd", "attacks", "cost")
+PARTS = ("choice", "accuracy", "attacks", "cost")
 
 
 def main(

@@ -47,13 +47,6 @@ def test_tables_by_hand() -> None:
     assert privacy.cost_table(costs)[3].endswith("| 1.5 KB | 1.5 KB | 3.0 KB | 1.5 ms | 2 ms | 3 ms |")
 
 
-def test_the_table_of_dp_sgd_by_hand() -> None:
-    table = privacy.sgd_table({"fedavg 1": [0.5, 0.6], "fedavg inf": [0.75], "lgfedavg 8": [0.25, 0.25]})
-    assert table[1] == "| method | ε = 1 | ε = 4 | ε = 8 | no noise, no clipping |"
-    assert table[3] == "| FedAvg | 55.0 ± 7.1 | – | – | 75.0 |"
-    assert table[4] == "| LG-FedAvg | – | – | 25.0 ± 0.0 | – |"
-
-
 def test_what_is_chosen_has_the_highest_mean_over_methods_and_seeds() -> None:
     scores = {f"{m} {b:g} {f:g}": [0.5, 0.5] for m in ("fed3r", "lda", "ccvr") for b in privacy.BETAS
               for f in privacy.FLOORS}  # fmt: skip
