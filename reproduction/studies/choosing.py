@@ -313,10 +313,11 @@ def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
         return [UNMEASURED]
     total = {word: sum(len(c.of(word)) for _, c in known) for word in ("better", "worse", "equal", "open")}
     lines = [
-        f"{counted(sum(total.values()), 'comparison')} with training alone in {counted(len(known), 'setting')} with "
-        f"{counted(definition().seeds, 'seed')} each: {total['better']} better, {total['worse']} worse, "
-        f"{total['equal']} equal within the margin, {total['open']} open (95 % intervals for all "
-        "methods of a setting together)."
+        f"{counted(sum(total.values()), 'comparison')} with training alone ({counted(len(known), 'setting')}, "
+        f"{counted(definition().seeds, 'seed')} each; each method's [headline](scores.md#the-headline) on the clients' "
+        f"own test rows; 95 % intervals for all methods of a setting together): {total['better']} better, "
+        f"{total['worse']} worse, {total['equal']} equal within the margin, {total['open']} open "
+        "([words](comparing.md#how-sure-is-a-difference))."
     ]
     for block, found in known:
         if float(block.settings.get("fraction-train", 1)) < 1:
@@ -327,10 +328,12 @@ def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
         for method in found.of("better"):
             gain, same, lose = found.harm[method]
             once = ", and statistics once" * (notes()[method]["costs"][2] > 0)
+            harmful = [f"{100 * c.methods[method].mean:+.1f} ({b.title})" for b, c in known if method in c.of("worse")]
+            elsewhere = f" It is worse elsewhere: {', '.join(harmful)}." * bool(harmful)
             lines.append(
                 f"**{title(method)}** is better by {in_points(found.methods[method])} points ({block.title}). It helps "
-                f"{tally([[gain]])} of {tally([[gain + same + lose]])} clients there and harms {tally([[lose]])}. A "
-                f"client sends {size(sent_in(block, runs)[method])} a round{once}. {payload_of(method)}"
+                f"{tally([[gain]])} of {tally([[gain + same + lose]])} clients there and harms {tally([[lose]])}."
+                f"{elsewhere} A client sends {size(sent_in(block, runs)[method])} a round{once}. {payload_of(method)}"
             )
     return [" ".join(lines), *whom_and_cost(runs, known)]
 
@@ -394,7 +397,7 @@ def whom_and_cost(runs: Sequence[Kept], known: Comparisons) -> list[str]:
         "",
         f"The {counted(len(methods), 'method')} of the shortlist help {min(gain):.0f} to {max(gain):.0f} % of all "
         f"clients and harm {min(lose):.0f} to {max(lose):.0f} %. A client sends {size(min(sent))} to {size(max(sent))} "
-        f"a round, class statistics with {sum(map(reveals_classes, methods))} of them.",
+        f"a round ({known[0][0].title}), class statistics with {sum(map(reveals_classes, methods))} of them.",
     ]
 
 
@@ -426,8 +429,8 @@ def shortlist(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     short = [(need, *(", ".join(found) or "none" for found in both)) for need, both in leaves.items()]
     measured = len({run.method for run in runs} - {"local", AGAIN})
     return [
-        f"{counted(len(shown), 'method')} of {measured} are worse than training alone in no setting. The number is the "
-        "difference in the worst setting, in points. Without class statistics the weights still show class sizes "
+        f"In no setting is one of these {len(shown)} of {measured} methods shown to be worse than training alone. The "
+        "number is its lowest mean difference in a setting, in points. Weights show class sizes too "
         "([threat model](threat-model.md#what-replies-reveal)).",
         "", *markdown("need|sends no class statistics|sends class statistics", short),
     ]  # fmt: skip
@@ -454,10 +457,13 @@ def details(runs: Sequence[Kept], known: Comparisons) -> list[str]:
             "yes" if reveals else "no", secure_sums(registry.get(method)), f"{up / 1000:.1f}", decided, low, high,
         ))  # fmt: skip
     heads = "method|architectures|class statistics|secure sums|up, kB:|better / equal / open:|lowest, points"
+    worse = {m: min(c.methods[m].mean for _, c in known) for m in {m for _, c in known for m in c.of("worse")}}
+    absent = ", ".join(f"{title(m)} {100 * worse[m]:+.1f}" for m in sorted(worse, key=lambda m: -worse[m]))
     return [
         f"*Up*: {known[0][0].title}. *Lowest* and *highest*: difference to training alone in a setting. "
         "[Secure sums](secure-sums.md), where there is *yes*, hide class sizes too.",
-        "", *markdown(f"{heads}|highest, points", rows),
+        "", *markdown(f"{heads}|highest, points", rows), "",
+        f"Not on the shortlist, with the lowest difference: {absent or 'none'}.",
     ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
@@ -151,7 +152,8 @@ def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.Mon
     ]  # fmt: skip
     runs.append(with_rows(blocks[0], "fedper", 0, 0.5, 0.4))  # one seed of three
     text = first_lines(runs)
-    assert "6 comparisons with training alone in 2 settings with 3 seeds each: 2 better, 2 worse, 2 equal" in text
+    assert "6 comparisons with training alone (2 settings, 3 seeds each; " in text
+    assert "): 2 better, 2 worse, 2 equal within the margin, 0 open" in text
     digits = choosing.compared(runs, "digits")
     assert digits is not None
     wanted = differences_of({"a": [0.08] * 3, "b": [-0.2] * 3, "c": [0.0] * 3}, 1 / 1000)["a"]
@@ -168,7 +170,7 @@ def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.Mon
     )
     assert (
         "The 2 methods of the shortlist help 0 to 100 % of all clients and harm 0 to 0 %. A client sends 2,600 B to "
-        "2,600 B a round, class statistics with 1 of them." in text
+        "2,600 B a round (Digits, 10 clients, Dirichlet 0.5), class statistics with 1 of them." in text
     )
     assert "makes 0 to 0 % of the clients of a setting lose by chance" in text
     assert "Not finished in all seeds (Digits, 10 clients, Dirichlet 0.5): FedPer." in text
@@ -184,18 +186,34 @@ def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.Mon
         f"| {choosing.NEEDS[0]} | {both} |",
         *(f"| {need} | none | none |" for need in choosing.NEEDS[1:]),
     ]
-    assert first.startswith("2 methods of 4 are worse than training alone in no setting.")
-    assert [line.split(" | ")[0] for line in table[2:]] == ["| Standalone", "| LG-FedAvg", "| FedGH"], (
+    assert first.startswith("In no setting is one of these 2 of 4 methods shown to be worse than training alone.")
+    assert [line.split(" | ")[0] for line in table[2:-2]] == ["| Standalone", "| LG-FedAvg", "| FedGH"], (
         "by what is revealed"
     )
-    assert "any | yes | no | 2.6 | 2 / 0 / 0 |" in table[-1]
+    assert "any | yes | no | 2.6 | 2 / 0 / 0 |" in table[-3]
+    assert table[-1] == "Not on the shortlist, with the lowest difference: FedAvg -20.0."
     page, picture = choosing.page(PAGE, runs)
     assert all(line in page for line in text.splitlines()) and page.count("between") == 6
     told = "Of 60 clients, those with at most 65 training rows gain +4.0 points on average, those with more +4.0."
     assert told in page and told in picture, "the median of +0 and +8 points"
+    low = {"received": (0.3,) * 10, "trained": (0.3,) * 10}
+    mixed = [r.model_copy(update=low) if (r.block, r.method) == ("fashion-100", "fedgh") else r for r in runs]
+    assert "It is worse elsewhere: -21.0 (Fashion-MNIST, 20 of 100 clients a round" in first_lines(mixed)
     unequal = [run for run in runs if (run.block, run.method, run.seed) != ("digits", "again", 2)]
     text = first_lines(unequal)
     assert text.endswith("| 1 / 0 / 1 | FedAvg, 10.0 of 10 |"), "columns that not every setting can fill are left out"
     fewer = [run for run in runs if (run.block, run.method, run.seed) != ("digits", "local", 2)]
     assert "Not measured yet: Digits" in first_lines(fewer)
     assert choosing.answer([], []) == choosing.shortlist([], []) == [choosing.UNMEASURED]
+
+
+def test_the_flow_chart_names_methods_of_the_shortlist() -> None:
+    """Each leaf with a need of the shortlist: its first line sends no class statistics, its second line does."""
+    chart = (choosing.DOCS / "pictures" / "choosing.svg").read_text(encoding="utf-8")
+    pair = r'<text class="t" x="(?:344|142)"[^>]*>([^<]+)</text>\n<text class="s"[^>]*>([^<]+)<'
+    _, *leaves = re.findall(pair, chart)
+    page = (choosing.DOCS / "choosing.md").read_text(encoding="utf-8")
+    for need, (first, second) in zip(choosing.NEEDS, leaves, strict=True):
+        cells = next(line for line in page.splitlines() if line.startswith(f"| {need} |")).split(" | ")[1:]
+        for told, cell in zip((first, second.removeprefix("class statistics: ")), cells, strict=True):
+            assert all(f"[{name}]" in cell or cell.startswith(name) for name in told.split(", ")), (need, told)
