@@ -500,6 +500,23 @@ def of_known(name: str) -> Extractor:
 
 
 @pytest.mark.slow
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    body, peaks = picture_body(tmp_path / "body.onnx", width=4096, kind="Abs"), list[float]()
+    for rows in (1000, 40_000):
+        x = np.random.default_rng(0).integers(1, 256, (rows, 8, 8, 3), dtype=np.uint8)
+        np.savez(tmp_path / f"{rows}.npz", x=x, y=np.arange(rows) % 3)
+        names = str(tmp_path / f"{rows}.npz"), str(body), str(tmp_path / f"features-{rows}.npz")
+        program = f"""
+import resource, fedapp
+fedapp.features(*{names}, size=8, mean=[127.0], std=[128.0], workers=1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout) / 1024)
+    assert (tmp_path / "features-40000.npz").stat().st_size > 300 * 2**20
+    assert peaks[1] - peaks[0] < 60, "MB"
+
+
+@pytest.mark.slow
 def test_minilm_tells_meanings_apart() -> None:
     body = of_known("minilm")
     body.fit(None)
