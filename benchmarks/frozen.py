@@ -117,7 +117,7 @@ def main(
     data: Annotated[Path, typer.Argument(help="folder of the three files")],
     turns: int = 6,
     pictures: Annotated[int, typer.Option(help="rows of CIFAR-10; a row takes 0.2 MB of memory")] = 4000,
-    sentences: Annotated[int, typer.Option(help="rows of Banking77")] = 13_083,
+    sentences: Annotated[int, typer.Option(help="rows of Banking77")] = 4000,
     clients: int = 20,
 ) -> None:
     """Print the ratios."""
