@@ -175,6 +175,8 @@ def test_sums_and_accuracies_of_published_data_sets(
     if method == "fed3r lam=30":
         biases = (.080524, .061277, .105090, .141692, .130408, .065614, .126406, .008149, .173206, .031852)  # fmt: skip
         np.testing.assert_allclose(head(found)[:, -1], biases, atol=1e-3)
+        np.testing.assert_allclose(head(found)[0, :3], (-0.0012663, -0.0074565, 0.0051450), rtol=0.02)
+        np.testing.assert_allclose(np.linalg.eigvalsh(a)[[0, -1]], (94.19, 1.807e7), rtol=0.01)
         assert b[0, 0] == pytest.approx(905.459386, rel=1e-3)
 
 
