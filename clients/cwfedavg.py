@@ -89,7 +89,7 @@ class CwFedAvgHParams(BaseHParams):
         "(Table 4; gives privacy up)",
     )
     share: Literal["all", "head"] = Field(
-        "all", description="what travels: the whole model (paper), or the head alone, over private bodies of any form"
+        "all", description="exchanged part: the whole model (paper), or the head alone, over private bodies of any form"
     )
     tau: float = Field(
         0.0,

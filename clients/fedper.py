@@ -50,7 +50,7 @@ class FedPerHParams(PrivateHParams):
         for part in share.replace("+", ",").split(","):
             if share not in ("all", "none") and part.split(".")[0] not in ("features", "head"):
                 raise ValueError(
-                    f"'{part}' is no layer: give all, none, or names such as features, features.conv1 and head"
+                    f"'{part}' is not a layer: give all, none, or names such as features, features.conv1 and head"
                 )
         return share
 

@@ -250,7 +250,7 @@ class Handlers:
         if stated is not None and stated.sgd:
             check_private(client)
             if not len(client.task.y_train):
-                raise BadRequest("dp = 'sgd': there is no training image: leave this client out, or raise min-samples")
+                raise BadRequest("dp = 'sgd': there is no training sample: leave this client out, or raise min-samples")
         numbers, facts = client.register()
         count = _node(self.context, self.config, request).partitions
         classes = "" if count else nodes.fingerprint(client.task.extras["classes"])
@@ -263,7 +263,10 @@ class Handlers:
         # A digest of what was trained on the data without noise says more of them than noised numbers may.
         facts = state_facts(client) if client.releaser is None else {}
         if client.store is not None and client.store.ignored:
-            print(f"fedapp: nothing of a damaged file is needed here: {plain(client.store.ignored)}", flush=True)
+            print(
+                f"fedapp: ignoring a damaged state file that this method does not need: {plain(client.store.ignored)}",
+                flush=True,
+            )
         _remember(self.context, client, request.round)
         if self.config.storage.lost_state == "restart":
             numbers["restarted"] = int("state-lost" in facts)

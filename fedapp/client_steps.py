@@ -96,12 +96,12 @@ def _shown(client: FedClient, arrays: Arrays, numbers: Mapping[str, Any]) -> Map
     releaser = client.releaser
     if releaser is None:
         if arrays:
-            raise RuntimeError("dp is on, and nothing that noises is there: nothing is sent")
+            raise RuntimeError("dp is enabled but no noise mechanism exists; reply withheld")
         return {} if process.real_node() else numbers
     if releaser.privacy.sgd and not set(arrays) <= set(client.up_names()):
-        raise RuntimeError(f"{client.method.id} would send more than the trained model: nothing is sent")
+        raise RuntimeError(f"{client.method.id} would send more than the trained model; reply withheld")
     if arrays and not releaser.done and not client.released:
-        raise RuntimeError(f"{client.method.id} would send {next(iter(arrays))!r} without noise: nothing is sent")
+        raise RuntimeError(f"{client.method.id} would send {next(iter(arrays))!r} without noise; reply withheld")
     if not arrays:
         return {} if process.real_node() else numbers
     spent = releaser.spent()
@@ -124,7 +124,7 @@ def secure_sum(client: FedClient, secrets_of: Callable[[int], AbstractContextMan
         if client.releaser is None:
             found = secure.additive(outcome.arrays, sums, client.task.num_samples, client.task.num_classes)
         elif client.releaser.steps is None:
-            raise RuntimeError("dp is on, and no noise was drawn for this sum: nothing is sent")
+            raise RuntimeError("dp is enabled but no noise was drawn for this sum; reply withheld")
         else:
             found, bits = {secure.NOISED: client.releaser.steps}, 0
         with secrets_of(client.task.client) as secrets:

@@ -238,8 +238,8 @@ class Permits(NamedTuple):
     Attributes
     ----------
     sums : how they may be summed before the server sees them; None = it needs those of each client.
-    guards : measures against clients that lie: `rules` for averages, an `own` rule, `count-cap` where sample counts are
-        weights.
+    guards : measures against malicious clients: `rules` for averages, an `own` rule, `count-cap` where sample counts
+        are weights.
     units : the values of `dp`, `example` or `client`, for which they have a form with noise.
     cap : the value of `count-cap = auto` on real nodes, as a multiple of the median.
     """
@@ -382,7 +382,7 @@ class Method:
         return {"query.prepare" if exchange == "prepare" else exchange: of for exchange, of in found.items()}
 
     def guarded_by(self, hparams: BaseHParams) -> tuple[str, ...]:
-        """Return the possible measures against clients that lie, with these hyperparameters.
+        """Return the possible measures against malicious clients, with these hyperparameters.
 
         `rules` of `robust` for averages, the `own` rule of a method, and `count-cap` where sample counts are weights.
         Rules for averages are of no use where another exchange has no rule.

@@ -56,7 +56,7 @@ def _of_package(entry: plugins.Entry) -> Method:
     """Import a method of an installed package; a `BadRequest` names the package and the fault."""
     method = entry.load()
     if not isinstance(method, Method):
-        raise BadRequest(f"{entry}: {entry.target} is no METHOD = Method(...)")
+        raise BadRequest(f"{entry}: {entry.target} is not METHOD = Method(...)")
     if method.id != entry.name:
         raise BadRequest(f"{entry}: METHOD.id = '{method.id}', it must be the entry point's name")
     return method
@@ -137,7 +137,7 @@ def get(name: str) -> Method:
 
 
 def blending() -> list[str]:
-    """Return the ids of the methods whose server reports who learns from whom (`Strategy.blend`)."""
+    """Return the ids of the methods whose server reports a mixing matrix (`Strategy.blend`)."""
     return [method.id for method in discover().values() if method.strategy.blend is not Strategy.blend]
 
 

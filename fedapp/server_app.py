@@ -279,8 +279,8 @@ class Run(Setup):
         begun = str(self.directory.begun_with)
         if storage.resume and begun != __version__:
             self.warnings.append(
-                f"fedapp {begun} began this run, {__version__} continues it: defaults of methods and what a score "
-                "means may have changed in between (CHANGELOG.md)"
+                f"fedapp {begun} began this run, {__version__} continues it: defaults of methods and meanings of "
+                "scores may have changed in between (CHANGELOG.md)"
             )
 
     def tell(self, event: dict[str, Any]) -> None:
@@ -552,8 +552,8 @@ def found_checkpoint(out: Path, identity: Mapping[str, str]) -> tuple[Progress |
         token = str(json.loads(path.read_text(encoding="utf-8"))["run"])
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise BadRequest(
-            f"{path}, which holds the run's token, cannot be read ({type(e).__name__}: {e}): put a good copy of it "
-            "back, or start a new run"
+            f"cannot read {path} (the run's token; {type(e).__name__}: {e}): put a good copy of it back, or start "
+            "a new run"
         ) from e
     found, faults = checkpoint.recover(out / "checkpoint", {**identity, "run": token})
     if not found:
@@ -592,7 +592,7 @@ def secure_sums(run: Run) -> SecureSums | None:
         opened = Opened({str(n): [int(c) for c in ids] for n, ids in before.items()}, partial(write_json, path))
     except (OSError, ValueError, TypeError, AttributeError) as e:
         raise BadRequest(
-            f"{path}, which holds whose sums were opened, cannot be read ({type(e).__name__}: {e}): put a good "
-            "copy of it back, or start a new run"
+            f"cannot read {path} (record of opened secure sums; {type(e).__name__}: {e}): put a good copy of it "
+            "back, or start a new run"
         ) from e
     return SecureSums(run.manager, secure.secure_dropout, secure.secure_colluders, opened)

@@ -285,7 +285,7 @@ class FlowerStrategy(FedAvg):
     def _checked(
         self, replies: Iterable[Message], kind: str, further: Check = lambda reply: None
     ) -> Iterator[tuple[Reply, RecordDict]]:
-        """Yield good replies with their content, in the order of client ids; log why another one does not count."""
+        """Yield valid replies with their content, in the order of client ids; log why another one does not count."""
         assert self._state is not None
         schema = self.schema(self._state, kind)
         schema = dataclasses.replace(schema, shapes=self._shared() if kind == "train" else {})

@@ -62,7 +62,7 @@ class Maths:
         return {}
 
     def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
-        """Return who learns from whom in what clients get next, or None where all get the same or nothing.
+        """Return the mixing matrix behind the next payloads, or None where all get the same or nothing.
 
         `sizes` holds n_k by client; `self.context` is not there. Rows of the matrix sum to 1.
         """

@@ -4,18 +4,18 @@ A method defines only its mathematics. The table lists the functions that it may
 called. Each function returns new values and does not change its arguments. Everything that must be remembered is in the
 state, so a checkpoint contains all of it. `self.context`, `self.method` and `self.hparams` never change during a run.
 
-| function                                  | when                                   | what it returns         |
+| function                                  | when                                   | returns                 |
 |-------------------------------------------|----------------------------------------|-------------------------|
 | `init(context)`                           | once, before round 1                   | the first state         |
 | `prepare(state, query)`                   | once, between `init` and round 1       | the first state         |
 | `send(state, server_round, client)`       | for each client that gets a message    | its payload             |
 | `send_each(state, server_round, clients)` | instead of `send`, if it is cheaper    | pairs (client, payload) |
-| `check(state, reply)`                     | for each reply as it arrives           | what is wrong, or None  |
+| `check(state, reply)`                     | for each reply as it arrives           | its fault, or None      |
 | `update(state, server_round, reduced)`    | once per round                         | the next state          |
 | `global_arrays(state)`                    | after each round                       | the one model, or None  |
 | `finalize(state, query)`                  | once, after the last round             | the final state         |
 | `report(state, final)`                    | once, after the final evaluation       | entries of the summary  |
-| `blend(state, sizes)`                     | when a figure of the run is drawn      | who learns from whom    |
+| `blend(state, sizes)`                     | when a figure of the run is drawn      | the mixing matrix       |
 
 `reduced` holds the reductions that the method declares in `Method.reduces` (`fedapp/reduce/spec.py`). A class that
 defines `aggregate(state, server_round, replies)` instead of `update` gets the checked replies one at a time, in the

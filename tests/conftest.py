@@ -158,7 +158,7 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def replies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reply]]:
-    """Record every good reply of a run with the kind of message it answers."""
+    """Record every valid reply of a run with the kind of message it answers."""
     seen: list[tuple[str, Reply]] = []
     original = Cohort.send_and_receive
 

@@ -64,7 +64,7 @@ def files(text: str) -> str:
 
 def methods_table() -> str:
     """Build the table of methods from the registry."""
-    lines = ["| id | method | different architectures | what travels | paper |", "|---|---|---|---|---|"]
+    lines = ["| id | method | different architectures | exchanged | paper |", "|---|---|---|---|---|"]
     for m in registry.discover().values():
         hetero = "yes" if m.heterogeneous else "no"
         page = f"[`{m.id}`](docs/methods/{m.id}.md)"
@@ -75,7 +75,7 @@ def methods_table() -> str:
 def needs_table() -> str:
     """Build the table of what each method needs of a model, from what the methods declare."""
     lines = [
-        "| method | architectures | common width | what it reads | one global model | further |",
+        "| method | architectures | common width | reads | one global model | further |",
         "|---|---|---|---|---|---|",
     ]
     for m in registry.discover().values():
@@ -101,7 +101,7 @@ def needs_table() -> str:
 def choosing_table() -> str:
     """Build the table of what each method needs and costs: declared by the method, and counted by `tests.costs`."""
     lines = [
-        "| method | what travels | architectures may differ | one global model | public rows | reveals classes "
+        "| method | exchanged | architectures may differ | one global model | public rows | reveals classes "
         "| up, kB | down, kB | once, kB | passes |",
         "|---|---|---|---|---|---|---:|---:|---:|---:|",
     ]

@@ -212,8 +212,8 @@ def commands() -> str:
     lines = [
         "# Commands",
         "",
-        f"{app.help} `fedapp COMMAND --help` prints the same. Exit codes: 0 all is well; 1 the work failed; 2 a bad "
-        "request, which one line explains; 130 interrupted.",
+        f"{app.help} `fedapp COMMAND --help` prints the same. Exit codes: 0 all is well; 1 the work failed; 2 an "
+        "invalid request, which one line explains; 130 interrupted.",
         "",
         *_command(app, "fedapp"),
     ]

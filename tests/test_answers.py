@@ -170,14 +170,14 @@ def test_a_method_that_failed_is_in_its_place_and_says_whether_the_same_command_
     shown = screen(Comparison(tmp_path, ()))
     assert re.search(r"^! FedAvg failed \(3 of 3 seeds\): round 1: a reason .*\s…\s.*: lower lr$", shown, re.M | re.S)
     everything = CliRunner().invoke(cli.app, ["show", str(tmp_path), "--all"]).stdout
-    names = re.findall(r"│ (FedAvg|Standalone|FedClassAvg) +│", everything.partition("Further")[0])
-    assert names[:3] == ["FedAvg", "Standalone", "FedClassAvg"]
+    names = re.findall(r"│ (FedAvg|alone|FedClassAvg) +│", everything.partition("Further")[0])
+    assert names[:3] == ["FedAvg", "alone", "FedClassAvg"]
 
 
 def test_a_comparison_without_the_reference_has_no_columns_of_differences(tmp_path: Path) -> None:
     madeup.comparison(tmp_path, ["fedavg", "local"], failed=["local"])
     shown = screen(Comparison(tmp_path, ()), everything=True)
-    assert "interval" not in shown and "ref." not in shown and "No differences: Standalone" in shown
+    assert "interval" not in shown and "ref." not in shown and "No differences: training alone" in shown
 
 
 @pytest.mark.full
@@ -277,7 +277,8 @@ def test_show_prints_the_screen_again_and_everything_when_asked(four: Path) -> N
     shown = CliRunner().invoke(cli.app, ["show", str(four)])
     assert shown.exit_code == 0 and shown.stdout == screen(Comparison(four, ())) + "\n"
     everything = CliRunner().invoke(cli.app, ["show", str(four), "--all"]).stdout
-    assert "Standalone again" in everything and "headline, the score that a method is judged by" in everything
+    assert "alone again" in everything and "Standalone" not in everything, "one name on a screen"
+    assert "headline, the score that a method is judged by" in everything
     run = CliRunner().invoke(cli.app, ["show", str(four / "runs" / "local-s0"), "--all"])
     assert run.exit_code == 1 or "trained" in run.stdout
 

@@ -362,7 +362,7 @@ def test_a_body_that_fails_is_left_out_and_the_others_go_on(
     monkeypatch.setattr(SumsClient, "answer", failing)
     values = {"dataset": "npz", "model": "identity", "clients": 3, "bodies": f"{SECOND[:8]},{FIRST[:8]}"}
     summary, grid, _ = start(tmp_path, nodes, method="lda", **values)
-    words = {"answer": "fails: round 0: 0 good replies of 1, .*no memory", "classes": "fails: client 0 has 5 classes"}
+    words = {"answer": "fails: round 0: 0 valid replies of 1, .*no memory", "classes": "fails: client 0 has 5 classes"}
     assert re.search(f"the body b2b2b2b2 {words[fault]}", " ".join(summary["left_out"]))
     assert [*summary["bodies"]] == ["a1a1a1a1"] and summary["bodies"]["a1a1a1a1"]["clients"] == [1, 2]
     assert summary["headline"]["clients"] == 2 and "evaluate" not in grid.told[70]

@@ -212,7 +212,7 @@ def test_what_is_dropped_after_a_round_is_recorded_under_that_round(tmp_path: Pa
 
 
 def test_a_failed_final_evaluation_names_the_client_that_caused_it(tmp_path: Path) -> None:
-    with pytest.raises(RoundFailed, match="round 2: 2 good replies of 3"):
+    with pytest.raises(RoundFailed, match="round 2: 2 valid replies of 3"):
         deaf("evaluate", tmp_path / "run", **{"min-replies": 1.0})
     error = json.loads((tmp_path / "run" / "error.json").read_text())
     assert (error["client"], error["round"], error["stage"]) == (1, 2, "evaluate") and "boom" in error["traceback"]

@@ -340,7 +340,7 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
     assert len(tests) == 2 * len([m for m in tables.MEASURES if "tuned" not in m and "tenth" not in m])
     assert set(tests["seeds"]) == {2}, "one number per seed"
     assert set(tests["variant"]) == {"fedavg(lr=0.02)"}
-    assert PAIRED in tables_of(tmp_path), "Standalone has a row for received"
+    assert PAIRED in tables_of(tmp_path), "training alone has a row for received"
     row = tests[(tests["partition"] == "iid") & (tests["measure"] == "trained_accuracy")].iloc[0]
     finals = {
         (m, s): pd.read_csv(tmp_path / f"runs/digits-iid/{m}-s{s}/final.csv")["trained_accuracy"].to_numpy()
@@ -366,7 +366,7 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
     assert runs == list(table[["variant", "seed", "partition"]].itertuples(index=False, name=None)), "one order"
     assert runs != sorted(runs)
     assert result.stdout.count("3 rounds, 2 seeds") == tables_of(tmp_path).count("after 3 rounds") == 2
-    assert "Settings differ, lr: 0.05 for Standalone; 0.02 for all others." in result.stdout
+    assert "Settings differ, lr: 0.05 for training alone; 0.02 for all others." in result.stdout
 
 
 @pytest.mark.full
@@ -572,7 +572,7 @@ def test_a_narrow_pipe_does_not_squeeze_names(
     monkeypatch.setenv("COLUMNS", "40")
     assert command("--methods", "local,cwfedavg(lam=1)", *SMALL, "--out", str(tmp_path)).exit_code == 0
     shown = tables_of(tmp_path)
-    assert "Standalone receives nothing, so it has one score" in shown
+    assert "Training alone receives no model, so it has one score" in shown
     assert "cwFedAvg + WDR (lam=1)" in shown and "…" not in shown
     assert max(len(line) for line in shown.splitlines() if line.startswith(("│", "┃"))) <= 40
 

@@ -92,8 +92,8 @@ def test_break_even_of_the_published_small_model() -> None:
         ({"w/u": np.zeros((5, 1)), "w/s": np.zeros(1)}, "missing"),
         ({"w/u": np.zeros((5, 1)), "w/s": np.zeros(1), "w/v": np.zeros((2, 4))}, "w/v"),
         ({"w/u": np.zeros((5, 6)), "w/s": np.zeros(6), "w/v": np.zeros((6, 4))}, "rank 6"),
-        ({"w": np.zeros((5, 4)), "x": np.zeros(1)}, "'x' is no array"),
-        ({"w": np.zeros((5, 4)), "w/u": np.zeros((5, 1))}, "'w/u' is no array"),
+        ({"w": np.zeros((5, 4)), "x": np.zeros(1)}, "'x' is not an array"),
+        ({"w": np.zeros((5, 4)), "w/u": np.zeros((5, 1))}, "'w/u' is not an array"),
     ],
 )
 def test_bad_parts_are_named(parts: dict[str, np.ndarray], words: str) -> None:

@@ -467,7 +467,7 @@ def test_a_reply_that_is_no_message_ends_nothing(tmp_path: Path) -> None:
             assert following.wait(600) == 0, it.log("fedapp") + it.log("superlink")[-3000:]
         warned = [e["text"] for e in events(out) if e["kind"] == "warning" and "left out" in e["text"]]
         assert len(warned) == 2 and set(table(out, "clients.csv")["client"]) == {0}
-        assert any("its reply is no message" in text for text in warned), warned
+        assert any("its reply is not a message" in text for text in warned), warned
         assert any("the arrays of its reply have more than" in text for text in warned)
 
 

@@ -317,7 +317,7 @@ def test_real_nodes_send_models_and_what_they_have_spent(
         ({"method": "fedclassavg"}, "has no form"),
         ({"method": "fedncm"}, "has no form"),
         ({"precision": "bf16"}, "computed in float32"),
-        ({"class-weights": "balanced"}, "counts the images"),
+        ({"class-weights": "balanced"}, "counts the samples"),
         ({"secure-sum": True, "clients": 5}, "leave secure-sum out"),
         ({"clip-update": 1.0}, "leave clip-update out"),
         ({"warm-start": True, "state-dir": "/x"}, "made without noise"),
@@ -356,11 +356,11 @@ def test_models_whose_images_have_no_gradients_of_their_own() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(x.flatten(1), self.layer.weight, self.layer.bias)
 
-    with pytest.raises(BadRequest, match="no gradient of a single image"):
+    with pytest.raises(BadRequest, match="no gradient of a single sample"):
         dp_sgd.check(Bare(), "own", (1, 2, 2))
     before = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3))
     for layer, words in (
-        (nn.InstanceNorm2d(2, affine=False, track_running_stats=True), "a buffer changes with the images"),
+        (nn.InstanceNorm2d(2, affine=False, track_running_stats=True), "a buffer changes with the samples"),
         (First(), "depends on the others in its batch"),
     ):
         with pytest.raises(BadRequest, match=words):

@@ -172,7 +172,7 @@ def test_a_mean_is_refused_once_it_is_known() -> None:
     second = server.aggregate(state, 1, iter([told(0, 5, 1, 2)]))
     assert refusal(server, second, told(0, 5)) is None
     problem = refusal(server, second, told(0, 5, 1, 2))
-    assert isinstance(problem, Impossible) and "was not asked for" in problem
+    assert isinstance(problem, Impossible) and "is unexpected" in problem
 
 
 def test_a_run_keeps_the_vectors_at_the_clients(tiny: Callable[..., RunResult]) -> None:

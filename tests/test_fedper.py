@@ -70,7 +70,7 @@ def test_layers_below_the_head_may_be_private_too(tiny: Tiny) -> None:
     assert 0 < result.summary["bytes_up"] == result.summary["bytes_down"] < tiny(method="fedper").summary["bytes_up"]
     with pytest.raises(BadRequest, match=r"'features.77.' matches no array .*it has features.conv1, .*head.weight"):
         tiny(method="fedper", method_args="share=features.77")
-    with pytest.raises(BadRequest, match="'body' is no layer"):
+    with pytest.raises(BadRequest, match="'body' is not a layer"):
         parse_args(METHOD, "share=features,body")
 
 

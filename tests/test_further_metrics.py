@@ -243,7 +243,7 @@ BAD = {
     "macrof1": "did you mean 'macro_f1'",
     "nowhere.at.all:f": "cannot be imported",
     "tests.test_further_metrics:absent": "cannot be imported",
-    "tests.test_further_metrics:ALL": "is no function",
+    "tests.test_further_metrics:ALL": "is not a function",
     "os.path:": "not of the form",
     "../evil:f": "not of the form",
     "tests.test_further_metrics:a.b": "not of the form",
@@ -341,7 +341,7 @@ def test_a_comparison_shows_metrics_headlines_and_whom_methods_harm(tmp_path: Pa
     shown = CliRunner().invoke(app, ["show", str(tmp_path / "c"), "--all"]).stdout
     assert "Further metrics, mean over clients" in shown and "macro_f1" in shown
     assert "gain / same / lose: clients whose headline is above" in shown
-    assert "judged by: trained for Standalone; received for FedAvg, FedProx." in shown
+    assert "judged by: trained for training alone; received for FedAvg, FedProx." in shown
     page = (tmp_path / "c" / "report.html").read_text()
     assert (
         "gain / same / lose: clients whose headline is above" in page

@@ -947,7 +947,7 @@ def test_who_is_not_in_the_roster_is_never_asked_and_never_ends_a_run() -> None:
     assert manager.register() == [] and FIRST_NODE + 4 in asked
     said = "\n".join(e["text"] for e in events)
     assert f"node {FIRST_NODE + 4} is not in the roster" in said and said.count("not in the roster") == 1
-    assert "says that it is client 1, but the roster has it as client 4" in said and "the roster allows 10" in said
+    assert "registers as client 1, but the roster has it as client 4" in said and "the roster allows 10" in said
 
 
 # ---- a started one, attacked -----------------------------------------------------------------------------------------

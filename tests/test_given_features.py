@@ -277,7 +277,7 @@ def test_a_node_states_the_body_of_its_features(tmp_path: Path) -> None:
     assert registered(place, 0, model="identity") == {"body": "a" * 64}
     with pytest.raises(BadRequest, match="the run's model is mlp: set model = identity"):
         registered(place, 0)
-    with pytest.raises(BadRequest, match="hides what tells classes apart"):
+    with pytest.raises(BadRequest, match="hides differences between classes"):
         from_flat({"method": "fedavg", "dataset": "npz", "model": "identity", "normalise": "client"})
 
 

@@ -133,25 +133,25 @@ IMPOSSIBLE_REPLIES: dict[str, tuple[Change, str]] = {
     "float16 that nobody asked for": (put("head.bias", BIAS.astype(np.float16)), "dtype float16"),
     "pickle": (raw(dtype="object"), "dtype object"),
     "garbage": (raw(data=b"garbage"), "7 bytes"),
-    "garbage of the right length": (raw(data=b"x" * 168), "does not begin as an array"),
+    "garbage of the right length": (raw(data=b"x" * 168), "not in .npy format"),
     "no bytes": (raw(data=b""), "0 bytes"),
     "unknown dtype": (raw(dtype="zork"), "dtype zork"),
-    "negative side": (raw(shape=(-10,)), "which no array has"),
-    "claimed side of 2**40": (raw(shape=(2**40,)), "which no array has"),
+    "negative side": (raw(shape=(-10,)), "invalid shape for"),
+    "claimed side of 2**40": (raw(shape=(2**40,)), "invalid shape for"),
     "other serialisation": (raw(stype="pickle"), "stored as pickle"),
     "transposed": (put("head.weight", np.zeros((4, 10), np.float32)), "shape (4, 10), expected (10, 4)"),
-    "header of another shape": (raw(data=npy(np.zeros((2, 5), np.float32))), "not what its record says"),
-    "header of another dtype": (raw(data=npy(np.zeros(10, np.int32))), "not what its record says"),
+    "header of another shape": (raw(data=npy(np.zeros((2, 5), np.float32))), "differs from its record"),
+    "header of another dtype": (raw(data=npy(np.zeros(10, np.int32))), "differs from its record"),
     "Fortran order": (raw(shape=(10,), data=npy(BIAS)[:8] + npy(BIAS)[8:].replace(b"False", b"True ", 1)), "not what"),
-    "header of NumPy 9": (raw(data=npy(BIAS)[:6] + b"\x09\x00" + npy(BIAS)[8:]), "NumPy does not write"),
-    "numbers between the bytes of numbers": (raw(data=padded(1)), "NumPy does not write"),
-    "bytes after the numbers": (raw(data=npy(BIAS) + b"\0"), "not what its record says"),
-    "numbers that are cut": (raw(data=npy(BIAS)[:-1]), "not what its record says"),
-    "header that is longer than all": (raw(data=npy(BIAS)[:8] + b"\xff\xff" + npy(BIAS)[10:]), "does not begin as"),
-    "other byte order": (raw(data=npy(BIAS.astype(">f4"))), "not what its record says"),
-    "fields": (raw(data=npy(np.zeros(10, [("a", "f4")]))), "not what its record says"),
-    "text for bytes": (raw(data="x" * 168), "does not begin as an array"),
-    "empty array of an endless shape": (raw("lar", dtype="float32", shape=(0, 2**31)), "which no array has"),
+    "header of NumPy 9": (raw(data=npy(BIAS)[:6] + b"\x09\x00" + npy(BIAS)[8:]), "has a wrong .npy header"),
+    "numbers between the bytes of numbers": (raw(data=padded(1)), "has a wrong .npy header"),
+    "bytes after the numbers": (raw(data=npy(BIAS) + b"\0"), "differs from its record"),
+    "numbers that are cut": (raw(data=npy(BIAS)[:-1]), "differs from its record"),
+    "header that is longer than all": (raw(data=npy(BIAS)[:8] + b"\xff\xff" + npy(BIAS)[10:]), "not in .npy format"),
+    "other byte order": (raw(data=npy(BIAS.astype(">f4"))), "differs from its record"),
+    "fields": (raw(data=npy(np.zeros(10, [("a", "f4")]))), "differs from its record"),
+    "text for bytes": (raw(data="x" * 168), "not in .npy format"),
+    "empty array of an endless shape": (raw("lar", dtype="float32", shape=(0, 2**31)), "invalid shape for"),
     "half precision in a further array": (put("lar", np.zeros((2, 4), np.float16)), "dtype float16"),
     "missing array": (lambda c: c[ARRAYS].__delitem__("head.bias"), "arrays missing: head.bias"),
     "further array": (put("head.evil", BIAS), "not an array that lgfedavg shares"),
@@ -175,11 +175,11 @@ IMPOSSIBLE_REPLIES: dict[str, tuple[Change, str]] = {
     "fact that is a list": (info("model", [1, 2]), "is a list"),
     "long fact": (info("model", "x" * 5000), "at most 4096"),
     "many facts": (both(*(info(f"f{i}", 1) for i in range(20))), "at most 16"),
-    "error that is a number": (info("error", 5), "not in words"),
-    "stage that is no text": (both(info("error", "boom"), info("stage", [1])), "not in words"),
-    "error in another stage": (both(info("error", "boom"), info("stage", "=A1")), "was not asked for"),
+    "error that is a number": (info("error", 5), "no message or a wrong stage"),
+    "stage that is not a text": (both(info("error", "boom"), info("stage", [1])), "no message or a wrong stage"),
+    "error in another stage": (both(info("error", "boom"), info("stage", "=A1")), "a wrong stage"),
     "fact that nobody asked for": (info("more", "x"), "states 'more'"),
-    "metric that was not requested": (metric("evil", 1), "the metric 'evil' was not asked for"),
+    "metric that was not requested": (metric("evil", 1), "unexpected metric 'evil'"),
     "total without a number of hits": (without("received-correct"), "go together"),
     "hits without a total": (without("received-total"), "go together"),
     "no score": (
@@ -701,11 +701,11 @@ def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.Monkey
     grid: Any = LocalGrid(app, flat.to_flat(), 4)
     manager = NodeCohort(grid, exchange(min_replies=0.5), RoundRequest(), lambda e: None)
     manager.gather(4)
-    reply = make_message(message(honest()).metadata, error=Error(delivery.UNREADABLE, "its reply is no message"))
+    reply = make_message(message(honest()).metadata, error=Error(delivery.UNREADABLE, "its reply is not a message"))
     under_way = Exchange("train", 1)
     assert manager._checked(reply, CONTRACT, under_way, 0) is None
-    assert 1 in manager.offences.blocked and under_way.dropped[0].reason == "its reply is no message"
-    with pytest.raises(BadRequest, match="its reply is no message"):
+    assert 1 in manager.offences.blocked and under_way.dropped[0].reason == "its reply is not a message"
+    with pytest.raises(BadRequest, match="its reply is not a message"):
         manager._registration(1001, reply)
 
 
@@ -798,16 +798,16 @@ HELLOS: dict[str, tuple[dict[str, Any], str]] = {
     "no client": ({"client": None}, "its client is None"),
     "client -5": ({"client": -5}, "its client is -5"),
     "client 2**62": ({"client": 2**62}, "its client is"),
-    "no shapes": ({"shapes": None}, "its shapes is no text"),
+    "no shapes": ({"shapes": None}, "its shapes is not a text"),
     "shapes that are no JSON": ({"shapes": "{"}, "cannot be read"),
     "deep shapes": ({"shapes": "[" * 60_000}, "cannot be read"),
-    "side of 2**40": ({"shapes": json.dumps({"head.bias": [2**40]})}, "not those of arrays"),
-    "array of 2**60": ({"shapes": json.dumps({"head.bias": [2**30, 2**30]})}, "not those of arrays"),
+    "side of 2**40": ({"shapes": json.dumps({"head.bias": [2**40]})}, "its shapes are invalid"),
+    "array of 2**60": ({"shapes": json.dumps({"head.bias": [2**30, 2**30]})}, "its shapes are invalid"),
     "long shapes": ({"shapes": json.dumps({"x" * 600_000: [1]})}, "no text of at most"),
     "no width": ({"width": None}, "its width is None"),
     "width 2**40": ({"width": 2**40}, "its width is"),
     "one class": ({"num_classes": 1}, "its num-classes is 1"),
-    "model that is no name": ({"model": "a b\x1b[2J"}, "is no name"),
+    "model that is no name": ({"model": "a b\x1b[2J"}, "is not a name"),
     "size x": ({"shape": "x"}, "cannot be read"),
     "no size": ({"shape": "[0, 8, 8]"}, "not possible"),
     "count list": ({"count": [1]}, "its num-examples is [1]"),
@@ -1093,7 +1093,7 @@ def test_with_a_roster_nobody_takes_the_id_of_a_client_that_comes_later(
         roster.add(tmp_path / "roster.toml", roster.Admitted(client, FIRST_NODE + client, ""))
     run, warned = registered(tmp_path / "run", stating(client=2))
     [named] = {text for text in warned if "left out" in text}
-    assert "says that it is client 2, but the roster has it as client 1" in named
+    assert "registers as client 2, but the roster has it as client 1" in named
     assert not any("there is no roster" in text for text in warned)
     assert final_bits(run.out) == unregistered
 

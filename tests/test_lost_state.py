@@ -105,7 +105,7 @@ def dropped(out: Path) -> list[tuple[int, int, str]]:
     ("happens", "words"),
     [
         (lose, "holds no state of this run"),
-        (older, "the file is older than what this client last sent"),
+        (older, "the file is older than this client's last reply"),
         (swap, "client is '2', expected '1'"),
         (other, "or another's"),
         (damage, "cannot be read"),
@@ -163,7 +163,7 @@ def test_where_the_server_sends_all_a_damaged_state_is_named_and_costs_nothing(
     columns = [c for c in a if not c.endswith("seconds")]
     pd.testing.assert_frame_equal(a[columns], b[columns], check_exact=True)
     assert not dropped(tmp_path / "a")
-    (line,) = [text for text in capsys.readouterr().out.splitlines() if "nothing of a damaged file" in text]
+    (line,) = [text for text in capsys.readouterr().out.splitlines() if "ignoring a damaged state file" in text]
     assert "000002.safetensors cannot be read" in line
 
 

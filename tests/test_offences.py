@@ -96,7 +96,7 @@ def test_who_sends_the_impossible_gets_no_more_messages_in_the_run_and_its_resum
     assert run.summary["ok"] and asked(run.out) == [(1, 1)] and run.summary["blocked"] == [1]
     row = pd.read_csv(run.out / "blocked.csv").to_dict("records")[0]
     assert (row["round"], row["client"], row["node"], row["stage"]) == (1, 1, 1001, "train")
-    assert "it states 'secret'" in row["reason"]
+    assert "unexpected fact 'secret'" in row["reason"]
     assert list(run.rounds["clients"]) == [3, 3] and sorted(run.final["client"]) == [0, 2, 3]
     (run.out / "blocked.csv").unlink()  # the checkpoint knows too
     again = resume(resume=run.out, rounds=3)
@@ -217,7 +217,7 @@ def test_a_model_that_grew_too_much_is_dropped(tmp_path: Path, monkeypatch: pyte
 
 
 class Wild(Strategy):
-    """A server whose own step makes too much of good replies in some rounds."""
+    """A server whose own step makes too much of valid replies in some rounds."""
 
     records = ("noted",)
     rounds: ClassVar[set[int]] = set()
@@ -273,7 +273,7 @@ def test_a_model_that_one_client_spoiled_is_taken_back(tmp_path: Path) -> None:
     again = resume(resume=run.out, rounds=4)
     assert again.summary["robust"]["rules"] == "median"
     assert checkpoint.load(run.out / "checkpoint", 4)[2]["Rollback"]["times"] == 1
-    with pytest.raises(RoundFailed, match="round 2: 1 good replies of 4"):
+    with pytest.raises(RoundFailed, match="round 2: 1 valid replies of 4"):
         federate(tmp_path / "strict", [0], lie, 4, rounds=3, **{**settings, "min_replies": 1.0})
 
 
@@ -337,7 +337,7 @@ def test_the_second_time_the_run_begins_anew_and_so_do_the_clients(
     assert found is not None and found[2]["Rollback"]["times"] == 2
     again = federate(tmp_path / "three", [0, 1, 2], times("train", "4", 2, nan_arrays), rounds=4, **settings)
     assert again.summary["ok"]
-    with pytest.raises(RoundFailed, match="round 5: 2 good replies of 5"):
+    with pytest.raises(RoundFailed, match="round 5: 2 valid replies of 5"):
         federate(again.out, [0, 1, 2], times("train", "5", 1, nan_arrays), rounds=5, resume=True, **settings)
 
 
@@ -436,7 +436,7 @@ def test_an_evaluation_of_a_spoiled_model_ends_no_run(tmp_path: Path) -> None:
     run = federate(tmp_path / "run", [0, 1, 2], times("evaluate", "1", 1, nan_score), **settings)
     assert "the evaluation after round 1 is left out" in run.summary["warnings"][0]
     assert len(run.final) == 5 and set(pd.read_csv(run.out / "dropped.csv")["round"]) == {1}
-    with pytest.raises(RoundFailed, match="round 1: 2 good replies of 5"):
+    with pytest.raises(RoundFailed, match="round 1: 2 valid replies of 5"):
         strict = {**settings, "min_replies": 1.0}
         federate(tmp_path / "strict", [0, 1, 2], times("evaluate", "1", 1, nan_score), **strict)
 
@@ -449,7 +449,7 @@ def test_a_last_update_that_nobody_can_be_scored_with_is_taken_back(tmp_path: Pa
     shown, _ = read_safetensors(run.out / "models" / "last.safetensors")
     kept = checkpoint.load(run.out / "checkpoint", 1)[1]["model"]
     assert all(np.array_equal(shown[name], array) for name, array in kept.items())
-    with pytest.raises(RoundFailed, match="round 2: 2 good replies of 5"):
+    with pytest.raises(RoundFailed, match="round 2: 2 valid replies of 5"):
         federate(tmp_path / "twice", [0, 1, 2], times("evaluate", "2", 2, nan_score), **settings)
 
 

@@ -130,7 +130,7 @@ def test_classes_by_name_have_the_given_order(tmp_path: Path) -> None:
     x = np.zeros((4, 2), np.float32)
     data = loaded(tmp_path, {"x": x, "y": y, "class_names": np.array(["c", "b", "a"])})
     assert data.classes == ("c", "b", "a") and data.y_train.tolist() == [1, 2, 1, 0]
-    with pytest.raises(BadRequest, match=r"y has 'a', which no class is"):
+    with pytest.raises(BadRequest, match=r"y has 'a', which is not a class"):
         loaded(tmp_path, {"x": x, "y": y, "class_names": np.array(["c", "b"])}, "other.npz")
 
 

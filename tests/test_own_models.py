@@ -150,7 +150,7 @@ WRONG: list[tuple[str, str]] = [
     ("Reads", "does not run without its head"),
     ("Random", "other initial values at each call"),
     ("nothing", "returns NoneType: return an nn.Module"),
-    ("text", "is no function or class, but str"),
+    ("text", "is not a function or class, but str"),
     ("Nett", "cannot be imported .*PYTHONPATH"),
     ("Series", r"cannot be built: AssertionError.* \(.*own_nets\.py, line [0-9]+, in "),
     ("OldNorm", "cannot be copied.*take weight_norm from torch.nn.utils.parametrizations"),

@@ -268,7 +268,7 @@ def test_a_nodes_budget_must_be_one(more: dict[str, Any], words: str) -> None:
     [
         ({"method": "fedncm"}, "base method 'fedavg' sends whole models without noise"),
         ({"method": "fedavg"}, "fedavg with these method-args has no form.*take dp = 'sgd'"),
-        ({"method": "fedcof", "method-args": "base=none"}, "no form in which all that it sends has noise"),
+        ({"method": "fedcof", "method-args": "base=none"}, "no form with noise on the whole payload"),
         ({"method": "fedghg"}, "no form"),
         ({"method": "cwfedavg"}, "no form"),
         ({"method-args": "base=none min_count=3"}, "min_count is a threshold on true counts"),
@@ -343,7 +343,7 @@ def test_a_client_without_a_ledger_sends_nothing(tiny: Tiny, no_page: Any, monke
         {**EXAMPLE, "method": "fedncm"},
         {"method": "fedavg", "rounds": 1, "dp": "client", "clip_update": 1.0},
     ):
-        with pytest.raises(RoundFailed, match="nothing is sent"):
+        with pytest.raises(RoundFailed, match="reply withheld"):
             tiny(**values)
 
 
@@ -352,7 +352,7 @@ def test_a_method_that_forgets_the_noise_sends_nothing(
 ) -> None:
     exact = lambda *args: {n: np.zeros(s) for n, s in Joint(10, 64).shapes.items()}  # noqa: E731
     monkeypatch.setattr("fedapp.privacy.statistics.release", exact)
-    with pytest.raises(RoundFailed, match="without noise: nothing is sent"):
+    with pytest.raises(RoundFailed, match="without noise; reply withheld"):
         tiny(**{**EXAMPLE, "method": "fedncm"})
 
 

@@ -168,7 +168,7 @@ def test_what_has_no_noise_is_not_hidden_but_refused(tmp_path: Path, monkeypatch
         return found
 
     monkeypatch.setattr(client_app.Releaser, "release", copied)
-    with pytest.raises(RoundFailed, match="no noise was drawn for this sum: nothing is sent"):
+    with pytest.raises(RoundFailed, match="no noise was drawn for this sum; reply withheld"):
         go(tmp_path / "run", **UPDATES)
 
 
@@ -193,7 +193,7 @@ def test_a_repeated_round_draws_and_books_noise_anew(tmp_path: Path) -> None:
         ({**STATISTICS, "method": "fedgh"}, "secure-sum: fedgh needs the reply of each client"),
         ({**STATISTICS, "method": "ccvr", "method-args": "base=none"}, "secure-sum: ccvr .*needs the reply"),
         ({**UPDATES, "method": "scaffold"}, "secure-sum: scaffold needs"),
-        ({**UPDATES, "method": "ditto"}, "no form in which all that it sends has noise"),
+        ({**UPDATES, "method": "ditto"}, "no form with noise on the whole payload"),
     ],
 )
 def test_what_has_no_noised_sum_is_refused(values: dict[str, Any], words: str) -> None:
@@ -238,6 +238,6 @@ def test_the_first_line_states_the_share_of_each_client() -> None:
     shared = dp_rules.stated(privacy, 650, 100, 20, (66, 2))
     assert "of a client is 255 times" in alone and "mean of 100 clients 25.5 times; from 650" in alone
     assert "of a client is 31.9 times" in shared and "mean of 100 clients 3.19 times; from 319 clients" in shared
-    assert "a sum of 66 clients, 2 of whom may help the server, has 10 times what one client changes" in shared
+    assert "a sum of 66 clients, 2 of whom may help the server, has 10 times the effect of one client" in shared
     example = dp_rules.stated(Privacy("example", 8.0, 1e-5, 10.0), 650, 100, 1, (66, 2))
-    assert "noise of 1.25 times what one image changes, once, at each of 100 clients; a sum of 66" in example
+    assert "noise of 1.25 times the effect of one sample, once, at each of 100 clients; a sum of 66" in example

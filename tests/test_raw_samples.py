@@ -301,7 +301,7 @@ def test_what_a_model_on_features_cannot_take_is_refused(tmp_path: Path, tiny: A
     with pytest.raises(BadRequest, match="not trained on features of a pretrained body: leave the body out"):
         fedapp.load(tiny(method="fedavg", rounds=1).out, 0).with_body(str(body))
     damaged = replace(net.inputs, extraction='{"mean": ["x"], "std": [1]}')
-    with pytest.raises(BadRequest, match="what the model says of its body is damaged"):
+    with pytest.raises(BadRequest, match="the record of the model's body is damaged"):
         predict.LoadedModel(net.model, net.classes, damaged, net.about).with_body(str(body))
     whole = net.with_body(str(body))
     with pytest.raises(BadRequest, match=r"takes pictures uint8 .* but one is uint8 \(9, 9, 4\)"):

@@ -208,7 +208,7 @@ def test_arrays_that_the_server_does_not_reduce_are_refused() -> None:
     arrays = {"protos": np.ones((1, 1), np.float32), "labels": np.array([1], np.int32)}
     assert refusal(strategy, state, reply(0, 5, arrays)) is None
     for wrong, text in (
-        ({**arrays, "counts": np.ones(1, np.int32)}, "'counts' was not asked for"),
+        ({**arrays, "counts": np.ones(1, np.int32)}, "'counts' is unexpected"),
         ({"protos": arrays["protos"]}, "'labels' is missing"),
     ):
         found = refusal(strategy, state, reply(0, 5, wrong))

@@ -94,7 +94,7 @@ def test_a_damaged_ledger_is_never_begun_anew(tmp_path: Path, damage: bytes) -> 
     ledger.path.write_bytes(damage + ledger.path.read_bytes())
     with pytest.raises(BadRequest, match="line 1 of this client's ledger of releases cannot be read"):
         ledger.book(halves(), {})
-    with pytest.raises(BadRequest, match="no one knows what has been released"):
+    with pytest.raises(BadRequest, match="the spent budget is unknown"):
         ledger.spent("example", 1e-5)
 
 
@@ -215,7 +215,7 @@ def test_an_update_is_clipped_and_then_noised(tmp_path: Path, length: float) -> 
 
 def test_an_array_that_was_not_received_has_no_bound(tmp_path: Path) -> None:
     releaser = Releaser(Privacy("client", 8.0, 1e-5, 1.0), Ledger(tmp_path / "a.jsonl"), {})
-    with pytest.raises(RuntimeError, match="'lar' is no change of an array that was received"):
+    with pytest.raises(RuntimeError, match="'lar' is not the change of a received array"):
         private_update({"w": np.zeros(2, np.float32), "lar": np.zeros(2, np.float32)}, {"w": np.zeros(2)}, releaser)
     with pytest.raises(RuntimeError, match="it has no bound"):
         private_update({"n": np.zeros(2, np.int64)}, {"n": np.zeros(2, np.int64)}, releaser)

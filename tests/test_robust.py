@@ -200,7 +200,7 @@ def test_a_round_of_too_few_replies_for_the_rule_ends_the_run(
     if good == 3:
         assert federate(tmp_path / "run", failing, fails, **settings).summary["ok"]
         return
-    with pytest.raises(RoundFailed, match="round 1: 2 good replies, and robust needs 3 against 1 liars"):
+    with pytest.raises(RoundFailed, match="round 1: 2 valid replies, and robust needs 3 against 1 malicious client:"):
         federate(tmp_path / "run", failing, fails, **settings)
 
 

@@ -230,7 +230,7 @@ def test_a_metric_that_nobody_declared_is_refused_with_what_to_do(tiny: Tiny, mo
         return {}, {"my-seconds": 1.0} if self.task.client == 0 else {}
 
     monkeypatch.setattr(FedClient, "after_training", seconds)
-    with pytest.raises(RoundFailed, match=r"client 0: the metric 'my-seconds' was not asked for: .* Method\.columns"):
+    with pytest.raises(RoundFailed, match=r"client 0: unexpected metric 'my-seconds': .* Method\.columns"):
         tiny(method="fedavg", rounds=2)
 
 

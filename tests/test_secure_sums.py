@@ -269,7 +269,7 @@ def test_the_questions_of_a_run_are_summed_over_the_same_clients(method: str, tm
 
 def test_a_sum_is_not_opened_where_the_round_fails_for_lack_of_replies(tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
-    with pytest.raises(RoundFailed, match="3 good replies of 4, min-replies asks for 4"):
+    with pytest.raises(RoundFailed, match="3 valid replies of 4, min-replies asks for 4"):
         go(tmp_path / "run", stages(seen, gone("train", 2)), **{"min-replies": 1.0})
     assert who(seen, "train") and not who(seen, "query.unmask")
 
@@ -290,7 +290,7 @@ def test_a_round_that_is_repeated_opens_no_other_sum(tmp_path: Path) -> None:
     go(tmp_path / "run", stages(seen), resume=True, **{"num-server-rounds": 2})
     assert who(seen, "train") == [0, 1, 3, 0, 1, 2, 3]
     (tmp_path / "run" / "opened-sums.json").write_text('{"train 1": 3}')
-    with pytest.raises(BadRequest, match="holds whose sums were opened, cannot be read"):
+    with pytest.raises(BadRequest, match="record of opened secure sums"):
         go(tmp_path / "run", resume=True, **{"num-server-rounds": 3})
 
 
@@ -383,7 +383,7 @@ def test_only_hidden_vectors_leave_a_client(tmp_path: Path, plain: list[tuple[Ar
 
 def test_a_client_answers_nothing_in_the_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_app, "secure_sums", lambda run: None)
-    with pytest.raises(RoundFailed, match="does not say which clients take part"):
+    with pytest.raises(RoundFailed, match="has no valid list of clients"):
         go(tmp_path / "run")
 
 
@@ -429,7 +429,7 @@ def test_a_copied_key_blocks_the_copier(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, words", [("secure/shares", "could not open the shares"), ("secure/digest", "do not give the secret")]
+    "name, words", [("secure/shares", "could not open its shares"), ("secure/digest", "do not open its secret")]
 )
 def test_a_client_with_false_shares_ends_one_run_and_is_blocked(name: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(RoundFailed):
@@ -446,7 +446,9 @@ def test_a_client_that_opens_false_shares_is_blocked(tmp_path: Path) -> None:
         return reply
 
     summary = go(tmp_path / "run", wire)
-    assert summary["blocked"] == [0] and "not those it was given" in (tmp_path / "run" / "blocked.csv").read_text()
+    assert (
+        summary["blocked"] == [0] and "differ from those it received" in (tmp_path / "run" / "blocked.csv").read_text()
+    )
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,7 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / name).write_bytes(b"no weights")
         with pytest.raises(BadRequest, match="cannot be read"):
             built(str(tmp_path / name))
-    with pytest.raises(BadRequest, match=r"is no file: give a \.safetensors"):
+    with pytest.raises(BadRequest, match=r"is not a file: give a \.safetensors"):
         built("DEFAULT")
     assert not (tmp_path / "evil").exists()
 

@@ -64,7 +64,7 @@ def _common(
 def main(app: Application = app) -> None:
     """Run a command line.
 
-    A bad request prints a few lines and exits with 2, a failed start its lines and 1, another error a traceback and 1.
+    An invalid request prints a few lines and exits with 2, a failed start its lines and 1, other errors a traceback.
     """
     print_anything()
     try:
@@ -122,7 +122,7 @@ def run(
 ) -> None:
     """Run one federation and write a run directory.
 
-    Exit codes: 0 every round had enough good replies; 1 the run failed; 2 bad request; 130 interrupted.
+    Exit codes: 0 every round had enough valid replies; 1 the run failed; 2 invalid request; 130 interrupted.
     """
     if engine != "deploy" and clients is not None and clients < 1:
         raise BadRequest(f"--clients {clients}: a simulation has at least 1 client")
@@ -249,14 +249,14 @@ def compare(
     ] = None,
     scale: Scale = None,
     track: Track = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="print nothing but what failed")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print failures only")] = False,
     sets: Set = None,
 ) -> None:
     """Compare methods on the same data, partition and sampled clients.
 
     Repeat the command to continue an interrupted comparison.
 
-    Without --methods: the rows that a recipe lists, else the file's method and Standalone. Exit codes as fedapp run.
+    Without --methods: the rows of the recipe, else the file's method and training alone. Exit codes as fedapp run.
     """
     recipe = found(file)
     options = {
@@ -347,7 +347,7 @@ WithBody = Annotated[
     typer.Option(
         "--with",
         help="take raw pictures or texts: the body on whose features the model was trained, as in 'text.onnx "
-        "tokenizer=tokenizer.json'; of several heads, 8 digits of a body's SHA-256 choose one for rows of features",
+        "tokenizer=tokenizer.json'; if the run has several heads: the first 8 digits of the body's SHA-256",
         metavar="BODY",
     ),
 ]
@@ -494,7 +494,7 @@ def track_runs(
     directory: Annotated[Path, typer.Argument(help="a run directory, or a folder with run directories", metavar="DIR")],
     to: Annotated[list[str], typer.Option(help="tensorboard, mlflow, wandb or a package's; repeatable")],
 ) -> None:
-    """Track runs that are over, or what a tracker lacks of them."""
+    """Send finished runs to a tracker, or the part that it lacks."""
     from fedapp.results.runs import RunResult, read
     from fedapp.tracking import following
 

@@ -43,7 +43,7 @@ def deploy_check(
 ) -> None:
     """Check a node or the server: versions, clock, certificates, reachability, data, model, disk.
 
-    Exit codes: 0 no check failed; 1 a check failed; 2 bad request.
+    Exit codes: 0 no check failed; 1 a check failed; 2 invalid request.
     """
     from fedapp.deployment import deploy_check as deploycheck
     from fedapp.engines import deploy
@@ -66,7 +66,7 @@ def deploy_check(
 @deployment.command("remove-states")
 def remove_states(
     node_config: Annotated[str, typer.Option(help="the value of fedapp supernode --node-config; it names state-dir")],
-    days: Annotated[float, typer.Option(help="how long the end of a run must be past", min=0)] = 30.0,
+    days: Annotated[float, typer.Option(help="smallest age of an ended run, in days", min=0)] = 30.0,
     remove: Annotated[bool, typer.Option("--remove", help="remove them; otherwise they are counted")] = False,
 ) -> None:
     """On a node: remove the states of runs that have ended. They can then no longer go on for more rounds."""
@@ -114,13 +114,13 @@ def supernode(
 
 
 operator = Application(
-    cls=Commands, no_args_is_help=True, help="The operator of a SuperLink that fedapp superlink started."
+    cls=Commands, no_args_is_help=True, help="Log in as the operator of a SuperLink that fedapp superlink started."
 )
 
 
 @operator.callback()
 def _operator() -> None:
-    """The operator of a SuperLink."""
+    """Log in as the operator of a SuperLink."""
 
 
 @operator.command("login")

@@ -109,5 +109,5 @@ def kind(schema: Mapping[str, Any], code: Callable[[object], str] = str) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number without digits that say nothing."""
+    """Format a number without insignificant digits."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"

@@ -110,8 +110,8 @@ def _check_model(config: RunConfig, method: Method, hparams: BaseHParams) -> Non
         raise BadRequest("freeze keeps layers with stored weights as they are: give weights too, or leave it out")
     if IDENTITY in names and config.data.normalise == "client":
         raise BadRequest(
-            "normalise = 'client' gives each client's features their own mean and deviation, which hides what tells "
-            "classes apart: choose data, none or auto"
+            "normalise = 'client' gives each client's features their own mean and deviation, which hides differences "
+            "between classes: choose data, none or auto"
         )
     if several and not method.heterogeneous:
         raise BadRequest(
@@ -187,8 +187,7 @@ def _check_robust(config: RunConfig, method: Method, hparams: BaseHParams) -> No
     cap = unless_auto(settings.count_cap, 0.0)
     if rules and not {"rules", OWN_RULE} & set(guards):
         raise BadRequest(
-            f"robust is for averages of clients' replies, and {who} has none that it could guard: leave it out, or "
-            "choose another method"
+            f"{who} does not average replies, so robust does not apply: leave it out, or choose another method"
         )
     if rules and "rules" not in guards and rules != (OWN_RULE,):
         raise BadRequest(f"robust = '{settings.robust}': {who} has a rule of its own: use robust = 'own'")
@@ -196,7 +195,7 @@ def _check_robust(config: RunConfig, method: Method, hparams: BaseHParams) -> No
         raise BadRequest(f"robust = 'own': {who} has no rule of its own: choose from {', '.join(RULES)}")
     if not rules and settings.robust_f != DEFAULTS["robust-f"]:
         raise BadRequest(
-            f"robust-f = {settings.robust_f} says how many clients robust expects to lie: choose a rule too"
+            f"robust-f = {settings.robust_f} is the number of malicious clients for robust: choose a rule too"
         )
     if cap and "count-cap" not in guards and config.privacy.dp != "example":
         raise BadRequest(f"count-cap limits the weights of clients, and {who} has none: leave it out")
@@ -345,7 +344,9 @@ def check_node(config: RunConfig) -> None:
     if config.data.partition_file:
         raise BadRequest("partition-file is for simulations, because a node reads no file that a server names")
     if config.evaluation.confusion:
-        raise BadRequest("metrics: 'confusion' is for simulations, because it tells how many samples of each class")
+        raise BadRequest(
+            "metrics: 'confusion' is for simulations, because it shows the number of samples of each class"
+        )
     if own:
         raise BadRequest(
             f"metrics: '{own[0]}' is for simulations, because a node imports no code that a server "

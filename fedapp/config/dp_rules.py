@@ -1,7 +1,4 @@
-"""What a run with `dp` may not do: everything that would let numbers leave a client that its epsilon does not cover.
-
-Each rule is one line that says what would break the statement and what to do instead.
-"""
+"""Settings that would void the (epsilon, delta) guarantee of a run with `dp`, each refused with a remedy."""
 
 from __future__ import annotations
 
@@ -47,8 +44,7 @@ def check(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
         units = method.units(hparams)
         other = f"dp = '{units[0]}'" if units else "a method that has one (docs/privacy.md)"
         raise BadRequest(
-            f"dp = '{unit}': {name} with these method-args has no form in which all that it sends has noise: take "
-            f"{other}"
+            f"dp = '{unit}': {name} with these method-args has no form with noise on the whole payload: take {other}"
         )
     _check_common(config)
     if unit != "sgd" and config.privacy.dp_clip != DEFAULTS["dp-clip"]:
@@ -92,16 +88,16 @@ def _check_common(config: RunConfig) -> None:
 
 def _check_sgd(config: RunConfig) -> None:
     if config.training.precision != "fp32":
-        raise _refused(config, "the gradient of each image is computed in float32: take precision = 'fp32'")
+        raise _refused(config, "the gradient of each sample is computed in float32: take precision = 'fp32'")
     if config.training.class_weights == "balanced":
-        raise _refused(config, "class-weights = 'balanced' counts the images: give numbers, or none")
+        raise _refused(config, "class-weights = 'balanced' counts the samples: give numbers, or none")
     if config.secure.secure_sum:
         raise _refused(
             config,
             "each client's noise is for itself, so that a hidden sum would not change epsilon: leave secure-sum out",
         )
     if config.robustness.clip_update:
-        raise _refused(config, "dp-clip bounds each image's gradient: leave clip-update out")
+        raise _refused(config, "dp-clip bounds each sample's gradient: leave clip-update out")
 
 
 def _check_example(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
@@ -117,7 +113,7 @@ def _check_example(config: RunConfig, method: Method, hparams: BaseHParams) -> N
     if len(set(config.model.names)) > 1:
         raise _refused(
             config,
-            "bodies stay as they are given, and means of different ones say nothing together: give one model",
+            "bodies stay as they are given, and means over different bodies have no meaning: give one model",
         )
 
 
@@ -144,7 +140,7 @@ def check_names(names: Iterable[str]) -> None:
     found = next((n for n in names if n.endswith(("running_mean", "running_var"))), None)
     if found is not None:
         raise BadRequest(
-            f"dp = 'client': '{found}' is a running statistic of BatchNorm, which is no number after noise: set "
+            f"dp = 'client': '{found}' is a running statistic of BatchNorm, which noise can make NaN: set "
             "buffers = 'local', or choose a model without BatchNorm"
         )
 
@@ -166,17 +162,17 @@ def stated(privacy: Privacy, size: int, clients: int, rounds: int, sum_of: tuple
         privacy = replace(privacy, summed=clients, share=noise_share(clients, *sum_of))
         shares = (
             f"; a sum of {sum_of[0]} clients, {sum_of[1]} of whom may help the server, has {privacy.noise:g} times "
-            f"what one {privacy.unit} changes"
+            f"the effect of one {privacy.unit}"
         )
     if privacy.sgd:
         own = f"of {privacy.noise:.4g} times that" if privacy.noise else "in which each training spends its share"
         return (
-            f"{head}DP-SGD in {counted(rounds, 'round')}; each step of a client clips the gradient of every image to "
+            f"{head}DP-SGD in {counted(rounds, 'round')}; each step of a client clips the gradient of every sample to "
             f"the norm {privacy.bound:g} and adds noise {own}"
         )
     if privacy.unit == "example":
         each = (
-            f"{head}noise of {privacy.own:.4g} times what one image changes, once, at each of "
+            f"{head}noise of {privacy.own:.4g} times the effect of one sample, once, at each of "
             f"{counted(clients, 'client')}"
         )
         return each + shares

@@ -18,7 +18,7 @@
 ``privacy``       bounds, the Gaussian mechanism and its accountant
 ``products``      matrix products in float32 at the speed of the processor
 ``prototypes``    trainable prototypes and their margin (FedTGP)
-``robust``        averages, and rules of single methods, that a few lying clients cannot pull where they like
+``robust``        averages, and rules of single methods, that a few malicious clients cannot control
 ``secret_shares`` secrets in shares; some of the shares give them back
 ``secure_sum``    sums whose single parts stay hidden from the server
 ``simplex``       the smallest value of a quadratic form on the simplex

@@ -56,13 +56,13 @@ def norm_distribution(head_weight: Array) -> Float64:
     if not np.isfinite(total):
         raise ValueError("the head has weights that are not finite")
     if total == 0:
-        raise ValueError("all rows of the head are zero: its norms say nothing about classes")
+        raise ValueError("all rows of the head are zero: its norms have no information about classes")
     distribution: Float64 = norms / total
     return distribution
 
 
 def _distributions(what: str, rows: Array) -> Float64:
-    """Return a matrix in float64; refuse rows that are no distributions."""
+    """Return a matrix in float64; refuse rows that are not distributions."""
     shares = np.asarray(rows, dtype=np.float64)
     if shares.ndim != 2:
         raise ValueError(f"{what} must be a matrix, got shape {shares.shape}")
@@ -97,7 +97,7 @@ def class_weights(n: Array, p: Array) -> Float64:
     Raises
     ------
     ValueError
-        Shapes that do not fit, negative or non-finite values, rows that are no distributions, or no samples at all.
+        Shapes that do not fit, negative or non-finite values, rows that are not distributions, or no samples at all.
     """
     shares = _distributions("the class distributions", p)
     counts = np.asarray(n, dtype=np.float64)

@@ -108,4 +108,4 @@ def problem_of(parts: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]
             left.discard(key)
             if parts[key].shape != expected or not np.issubdtype(parts[key].dtype, np.floating):
                 return f"'{key}' is {parts[key].dtype} {parts[key].shape}, expected floating point {expected}"
-    return f"'{min(left)}' is no array of the model" if left else None
+    return f"'{min(left)}' is not an array of the model" if left else None

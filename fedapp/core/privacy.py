@@ -249,7 +249,7 @@ def on_grid(values: Float64, step: float, largest: float = LARGEST) -> Float64:
     """
     steps: Float64 = np.rint(values / step)
     if not (np.abs(steps) < largest).all():
-        raise ValueError("what is to be released has values that are not finite, or too large compared with its noise")
+        raise ValueError("the release has values that are not finite, or too large compared with its noise")
     return steps
 
 

@@ -1,10 +1,10 @@
-"""Averages that a few lying clients cannot pull where they like: bounded, trimmed and voted updates.
+"""Averages that a few malicious clients cannot control: bounded, trimmed and voted updates.
 
 All rules work on updates, reply minus payload, as the rows of one matrix (K, D) in float64. With K clients, at most f
-of them liars:
+of them malicious:
 
 ===============  ====================================================================================  ==========
-``norm``         ``u_k <- u_k min(1, median_i ||u_i|| / ||u_k||)``; bounds a lie, does not remove it    K >= 2f + 1
+``norm``         ``u_k <- u_k min(1, median_i ||u_i|| / ||u_k||)``; bounds outliers, removes none       K >= 2f + 1
 ``median``       median of each coordinate (Yin et al., ICML 2018)                                      K >= 2f + 1
 ``trimmed``      mean of each coordinate without its f smallest and f largest values (Yin et al.)       K >= 2f + 1
 ``krum``         the update with the least sum of its K - f - 2 smallest squared distances to others    K >= 2f + 3
@@ -52,7 +52,7 @@ OWN_RULE = "own"
 """Stands for the rule of a method that does not average whole replies."""
 
 FEW = 4
-"""Senders below which no vote is taken: among three, one liar and an unusual client look alike."""
+"""Senders below which no vote is taken: among three, a malicious and an unusual client look alike."""
 STEPS, NEAREST, FARTHEST = 100, 1e-8, 1e150
 """Weiszfeld's steps, the distance below which two points are one, and the largest distance that is told apart."""
 FAR = 3.0
@@ -199,7 +199,7 @@ def parsed(text: str) -> tuple[str, ...]:
 
 
 def needed(rules: Sequence[str], f: int) -> int:
-    """Return the least number of updates for which the rules hold against f liars."""
+    """Return the least number of updates for which the rules hold against f malicious clients."""
     least, gone = 1, 0
     for rule in rules:
         least = max(least, gone + (2 * f + 3 if rule in ("krum", "multikrum") else 2 * f + 1))
@@ -253,7 +253,7 @@ UNGUARDED = RobustnessSettings(robust_f=0, count_cap=0, max_growth=0)
 
 
 def count_limit(counts: Sequence[float], cap: float) -> int | None:
-    """Return the largest sample count that is believed where clients state these; None without a cap."""
+    """Return the cap on reported sample counts; None without one."""
     return max(1, int(cap * lower_median(counts))) if cap and len(counts) else None
 
 
@@ -263,7 +263,7 @@ def mean_of(previous: Mapping[str, Array], guard: RobustnessSettings) -> Running
 
 
 class RobustMean:
-    """A `RunningMean` that a few liars cannot pull: it keeps all models and combines them in the end.
+    """A `RunningMean` that a few malicious clients cannot control: it keeps all models and combines them in the end.
 
     Memory: K models as they came, and their updates in float64.
 

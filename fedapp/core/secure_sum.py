@@ -68,7 +68,7 @@ class Unsafe(ValueError):
 class Unopened(ValueError):
     """A sum that cannot be opened; `clients` are those whose secrets the others' shares do not give, few of them.
 
-    Either such a client gave false shares or a false digest of its own secret, or holders of its shares lie.
+    Either such a client gave false shares or a false digest of its own secret, or holders of its shares are malicious.
     """
 
     def __init__(self, message: str, clients: Sequence[int] = ()) -> None:
@@ -444,7 +444,7 @@ class Collector:
                 secrets[client] = found
         if lost:
             named = ", ".join(map(str, lost[:20]))
-            # Where most secrets are lost the holders lie, and none of those whose secrets they are.
+            # Where most secrets are lost, the holders are malicious, not the owners.
             few = lost if 2 * len(lost) < len(there) else []
             raise Unopened(f"the shares of the secrets of client {named} do not fit together", few)
         total = self._total.copy()

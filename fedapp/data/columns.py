@@ -112,7 +112,7 @@ def read_npz(path: Path) -> dict[str, Array]:
 
     Raises
     ------
-    BadRequest : it is no such file, or damaged.
+    BadRequest : it is no .npz file, or damaged.
     """
     try:
         archive = np.load(path, allow_pickle=False)
@@ -123,12 +123,12 @@ def read_npz(path: Path) -> dict[str, Array]:
             known = (*COLUMNS, *OLD, "class_names", "about")
             found = {key: archive[key] if key in known else np.empty(0) for key in archive.files}
             if strange := [key for key, value in found.items() if not isinstance(value, np.ndarray)]:
-                raise BadRequest(f"{path}: {strange[0]} is no array: write it again with numpy.savez")
+                raise BadRequest(f"{path}: {strange[0]} is not an array: write it again with numpy.savez")
             return found
     except BadRequest:
         raise
     except MemoryError as error:  # the header of an array names its size, whatever the file holds
-        raise BadRequest(f"cannot read {path} ({error}): it says that it holds more than fits in memory") from error
+        raise BadRequest(f"cannot read {path} ({error}): its header claims more data than fits in memory") from error
     # zipfile raises RuntimeError for an encrypted file.
     except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise BadRequest(
@@ -517,7 +517,7 @@ def _classes(
         for key, column in labels.items():
             foreign = [str(v) for v in np.unique(column) if str(v) not in place]
             if foreign:
-                raise BadRequest(f"{where}: {key} has '{foreign[0]}', which no class is{suggest(foreign[0], order)}")
+                raise BadRequest(f"{where}: {key} has '{foreign[0]}', which is not a class{suggest(foreign[0], order)}")
         numbered = {k: np.array([place[str(v)] for v in column], np.int64) for k, column in labels.items()}
         names = list(order)
     else:

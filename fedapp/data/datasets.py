@@ -110,7 +110,7 @@ _ARCHIVES = {
 }
 OWN_FORMS = {
     "npz": "NumPy files with arrays x and y, or x_train, y_train, x_test, y_test; data-dir names the file or folder",
-    "csv": "a table, or a folder with a table for each client; columns says what its columns mean",
+    "csv": "a table, or a folder with a table for each client; the key columns gives their meaning",
     "parquet": "the same as Parquet files",
     "folder": "pictures in folders named by their classes, or in a folder for each client",
     "hf": "a data set in the form of Hugging Face datasets; data-dir names its place",
@@ -484,7 +484,7 @@ def _of_package(entry: plugins.Entry, root: Path | None) -> _Source:
     """Call the function of an installed package once per version of it, of its file, and of the files in `data-dir`."""
     function = entry.load()
     if not callable(function):
-        raise BadRequest(f"{entry}: {entry.target} is no function of data_dir")
+        raise BadRequest(f"{entry}: {entry.target} is not a function of data_dir")
     files = [root] if root is not None and root.is_file() else sorted(root.rglob("*")) if root is not None else []
     code = inspect.getsourcefile(function) if inspect.isroutine(function) and hasattr(function, "__code__") else None
     key = {

@@ -208,7 +208,7 @@ def _reach(address: str, root_certificates: Path | None, insecure: bool) -> Iter
         )
         yield _validity("TLS", start, end, "trusted", "docker/certs.sh, then restart the SuperLink")
     else:
-        remedy = "only on loopback: anybody between the machines can read and change everything"
+        remedy = "only on loopback: others on the network can read and change everything"
         yield Finding("TLS", WARN, "plain HTTP was requested", remedy)
 
     def get(path: str) -> tuple[http.client.HTTPResponse, bytes]:

@@ -357,7 +357,7 @@ def reply_problem(body: bytes, node: int, pieces: int) -> tuple[int, str]:
 
     request = _read(PushMessagesRequest, body)
     if request is None:
-        return 400, "this is no message"
+        return 400, "this is not a message"
     if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
         return 403, "a request brings one message and one list of its objects"
     about, tree = request.messages_list[0].metadata, request.message_object_trees[0]

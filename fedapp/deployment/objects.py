@@ -74,7 +74,7 @@ class _OwnLists:
 
         Raises
         ------
-        ValueError : the content has another name.   UnexpectedObjectContentError : it is no object.
+        ValueError : the content has another name.   UnexpectedObjectContentError : it is not an object.
         """
         stores: Any = super()
         try:

@@ -88,7 +88,7 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
 
     Returns
     -------
-    0 if every round had enough good replies, else 1.
+    0 if every round had enough valid replies, else 1.
 
     Raises
     ------

@@ -80,7 +80,7 @@ class Follower(Display):
 
 
 def what_leaves(config: RunConfig) -> list[str]:
-    """Say which arrays a client sends each round, and how many bytes they are, for each architecture."""
+    """Return lines with the arrays of each way of a round and their bytes, for each architecture."""
     data = tasks.federated(config, config.data.clients)
     method, hparams = config.method_and_hparams()
     lines = []
@@ -100,7 +100,7 @@ def what_leaves(config: RunConfig) -> list[str]:
             lines.append(f"{built}: {counted(len(names), 'array')}, {total:,} bytes {way}{named}")
     if method.extra_up:
         lines.append(f"further arrays in replies: {', '.join(method.extra_up)} (their size depends on the data)")
-    return [f"what travels: {method.travels}", *lines]
+    return [f"exchanged: {method.travels}", *lines]
 
 
 def run_and_report(
@@ -142,7 +142,7 @@ def run_and_report(
             code = run_in(session, config, chosen, follower)
     if code == 0:
         print_summary(RunResult(folder).summary)
-        echo(f"fedapp report {shlex.quote(str(folder))} makes a page of it")
+        echo(f"page: fedapp report {shlex.quote(str(folder))}")
     echo(f"results: {folder}", err=code != 0)
     if code and any((folder / "checkpoint").glob("*")) and not (folder / "error.json").exists():
         echo(f"its complete rounds are kept: fedapp run --resume {shlex.quote(str(folder))} goes on", err=True)
@@ -206,7 +206,7 @@ def auto_text(given: Mapping[str, Any], used: RunConfig) -> str:
     """List in one line the values that `auto` stood for, among the given keys and the defaults of the others."""
     asked = {**configuration.DEFAULTS, **given}
     pairs = [f"{k} = {v}" for k, v in used.to_flat().items() if asked[k] == "auto" and v != "auto" and k != "split"]
-    return "auto: " + ", ".join(pairs) if pairs else "auto: every value was given"
+    return "auto: " + ", ".join(pairs) if pairs else "auto: nothing to choose"
 
 
 def local(config: RunConfig, follower: Follower) -> int:
@@ -274,12 +274,12 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         f"{counted(summary['rounds'], 'round') if summary['rounds'] else 'one exchange'}"
     )
     table = Table()
-    columns = {"all clients %": "last", "std over clients": "last_std", "balanced %": "balanced"}
+    columns = {"all clients %": "last", "std over clients": "last_std", "all classes %": "balanced"}
     for name, key in (("validation %", "validation"), ("last round's clients %", "participants")):
         if any(scores.get(key) is not None for scores in summary["accuracy"].values()):
             columns[name] = key
-    for name in ("protocol", *columns):
-        table.add_column(name, justify="left" if name == "protocol" else "right")
+    for name in ("score", *columns):
+        table.add_column(name, justify="left" if name == "score" else "right")
     for protocol, scores in summary["accuracy"].items():
         table.add_row(protocol, *(percent(scores.get(key)) for key in columns.values()))
     Screen().print(table)

@@ -531,7 +531,7 @@ def _newer_json(path: Path, since: int) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         return {"ok": False, "message": f"{path} cannot be read: {error}"}
-    return content if isinstance(content, dict) else {"ok": False, "message": f"{path} holds no JSON object"}
+    return content if isinstance(content, dict) else {"ok": False, "message": f"{path} is not a JSON object"}
 
 
 def _tail(path: Path, start: int, lines: int = 60, head: int = 20) -> str:

@@ -648,7 +648,8 @@ def differences(jobs: Sequence[Job], tuned: Mapping[str, Sequence[str]] | None =
     lines: dict[str, None] = {}
     settings: dict[str, dict[str, dict[str, Any]]] = {}
     for job in jobs:
-        settings.setdefault(job.setting if tuned else "", {}).setdefault(job.variant.title, job.config.to_flat())
+        name = "training alone" if job.variant.label == "local" else job.variant.title
+        settings.setdefault(job.setting if tuned else "", {}).setdefault(name, job.config.to_flat())
     for (setting, methods), key in product(settings.items(), OWN_SETTINGS):
         by: dict[Any, list[str]] = {}
         for title, flat in methods.items():

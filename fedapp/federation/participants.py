@@ -250,7 +250,7 @@ class Participants:
         checks: Callable[[Check], Check],
         request: RoundRequest,
     ) -> Iterator[Reply]:
-        """Send messages and yield the good replies, or with secure sums the one reply that stands for all of them."""
+        """Send messages and yield the valid replies, or with secure sums the one reply that stands for all of them."""
         strategy, kind, secure = self.strategy, exchange.kind, self.secure
         schema, initial = strategy.schema(state, kind), strategy.context.initial
         schema = replace(schema, check=checks(schema.check))

@@ -29,7 +29,7 @@ MUCH = 1 << 30
 
 
 def memory_needed(run: Setup) -> str:
-    """Warn if rules against lying clients need much memory: they hold all replies, and their changes in float64."""
+    """Warn if rules against malicious clients need much memory: they hold all replies, and their changes in float64."""
     sent = run.method.expected(run.hparams, run.infos[0].shapes).values()
     asked = math.ceil(len(run.infos) * run.config.federation.fraction_train)
     need = 12 * sum(math.prod(shape) for shape in sent) * asked
@@ -165,7 +165,7 @@ def headline(
 
 
 def robustness(run: Setup, state: ServerState) -> dict[str, Any]:
-    """Return the measures against liars, and the rounds with too few senders for the rule; nothing by default."""
+    """Return measures against malicious clients, and rounds with too few senders for the rule; nothing by default."""
     robust = run.cohort.strategy.policy.robust
     if not robust.active:
         return {}

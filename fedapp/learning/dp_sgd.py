@@ -127,7 +127,7 @@ def _taken(parameters: Sequence[Tensor], drawn: int) -> list[Tensor]:
     for p in parameters:
         found = getattr(p, "grad_sample", None)
         if not isinstance(found, torch.Tensor) or len(found) != drawn:
-            raise BadRequest("dp = 'sgd': a layer is used more than once or has no gradient of a single image")
+            raise BadRequest("dp = 'sgd': a layer is used more than once or has no gradient of a single sample")
         p.grad_sample = None  # type: ignore[attr-defined]
         rows.append(found.flatten(1))
     return rows
@@ -147,8 +147,8 @@ def check(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
     trial = copy.deepcopy(model).train()
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in trial.modules()):
         raise BadRequest(
-            f"dp = 'sgd': '{name}' has BatchNorm, which makes the output of one image depend on all others, so that no "
-            "clipping bounds what one image changes: choose a model without BatchNorm"
+            f"dp = 'sgd': '{name}' has BatchNorm, which makes the output of one sample depend on all others, so "
+            "that no clipping bounds the effect of one: choose a model without BatchNorm"
         )
     device = next(trial.parameters()).device
     try:
@@ -157,7 +157,7 @@ def check(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
     except BadRequest:
         raise
     except Exception as e:  # of a model that Opacus cannot follow, such as one that changes its input in place
-        raise BadRequest(f"dp = 'sgd': Opacus finds no gradient of a single image in '{name}': {str(e)[:300]}") from e
+        raise BadRequest(f"dp = 'sgd': Opacus finds no gradient of a single sample in '{name}': {str(e)[:300]}") from e
     if problem:
         raise BadRequest(f"dp = 'sgd': in '{name}' {problem}: choose another model")
 
@@ -173,16 +173,16 @@ def _problem(trial: nn.Module, images: Tensor) -> str | None:
                 with torch.no_grad():
                     found.append(trial(images[[0, other] if place == 0 else [other, 0]])[place])
             if not torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-6):
-                return "the output of one image depends on the others in its batch, so that no clipping bounds it"
+                return "the output of one sample depends on the others in its batch, so that no clipping bounds it"
         if any(not torch.equal(b, buffers[n]) for n, b in trial.named_buffers()):
-            return "a buffer changes with the images, and no noise covers that"
+            return "a buffer changes with the samples, and no noise covers that"
         trial(images).square().mean(1).mean().backward()
         trained = [p for p in trial.parameters() if p.requires_grad]
         for p, row in zip(trained, _taken(trained, len(images))):
             exact, mean = torch.zeros_like(p) if p.grad is None else p.grad, row.mean(0).reshape(p.shape)
             rounding = 1e-2 if p.is_cuda else 1e-4  # convolutions of a GPU may use TF32
             if not torch.allclose(mean, exact, rtol=0, atol=rounding * float(row.abs().max()) + 1e-12):
-                return "the gradient is not the mean of the images' own, as where a layer's weights are used outside it"
+                return "the gradient is not the mean over the samples, as where a layer's weights are used outside it"
     return None
 
 

@@ -206,13 +206,13 @@ def metric(name: str) -> Metric:
 
     Raises
     ------
-    BadRequest : it cannot be imported, or is no function.
+    BadRequest : it cannot be imported, or is not a function.
     """
     if not is_own(name):
         return METRICS[name]
     found = plugins.imported(name, f"metrics: '{name}'")
     if not callable(found):
-        raise BadRequest(f"metrics: '{name}' is no function, but {type(found).__name__}")
+        raise BadRequest(f"metrics: '{name}' is not a function, but {type(found).__name__}")
     return found  # type: ignore[no-any-return]
 
 

@@ -96,15 +96,15 @@ class Ledger:
                 entry = json.loads(line)
                 known = entry["schema"] in (1, SCHEMA) and entry["unit"] in ("example", "client")
                 if not (known and entry["noise"] > 0):
-                    raise ValueError("it is no release")
+                    raise ValueError("it is not a release")
                 if entry.get("after", hashes[-1]) != hashes[-1]:
                     raise ValueError("a line before it is missing or was changed")
                 if entry["schema"] == SCHEMA and not (0 < entry["rate"] <= 1 and entry["steps"] >= 1):
-                    raise ValueError("these are no steps of a training")
+                    raise ValueError("invalid steps of a training")
             except (ValueError, TypeError, KeyError) as e:
                 raise BadRequest(
                     f"{self.path}, line {number} of this client's ledger of releases cannot be read ({e}): put a good "
-                    "copy back; without the ledger no one knows what has been released"
+                    "copy back; without the ledger the spent budget is unknown"
                 ) from e
             found.append(entry)
             hashes.append(_chained(hashes[-1], body))
@@ -120,7 +120,7 @@ class Ledger:
                 releases = int(noted["releases"])
                 same &= releases < len(hashes) and hashes[releases] == str(noted["hash"])
             except (OSError, ValueError, TypeError, KeyError) as e:
-                raise BadRequest(f"{head}, which says how far this client's ledger went, cannot be read ({e}): "
+                raise BadRequest(f"cannot read {head} (length of this client's ledger; {e}): "
                                  "put a good copy of it back") from e  # fmt: skip
             count = max(count, releases)
         if count >= len(hashes) or not same:
@@ -167,8 +167,8 @@ class Ledger:
         (entries, hashes), unit = self._read(), privacy.unit
         if unit == "client" and any(e["unit"] == "example" for e in entries):
             raise BadRequest(
-                "the ledger of this client holds releases for single images, after which nothing can be stated for the "
-                "whole client: use dp = 'example' or 'sgd', or other data"
+                "the ledger of this client holds releases for single samples, after which nothing can be stated for "
+                "the whole client: use dp = 'example' or 'sgd', or other data"
             )
         entry = {"schema": 1, "unit": unit, "noise": privacy.noise, "time": time.time(), "test": privacy.test}
         if steps is not None:

@@ -62,8 +62,8 @@ class Stored:
     ----------
     digest : SHA-256 of all arrays of the file, the first 32 hexadecimal digits.
     expected : the digest that the server expected when the state was written: that of the last one it knew of.
-    counted : whether the reply that went with the state counted, so that the server has what it said. A state of an
-        earlier run has not, and where nothing is known of a server every one has.
+    counted : whether the server accepted the reply sent with this state. It did not for a state of an earlier run, and
+        did where nothing is known of a server.
     """
 
     round: int
@@ -174,7 +174,7 @@ def read_checked(
             names = list(f.keys())
             arrays = {n: f.get_tensor(n) for n in names if n.startswith(prefix) and n not in without}
         if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
+            raise ValueError("its header is not a JSON object")
         if "contents" not in header:
             raise ValueError("it has no digest: fedapp 0.1 wrote it, and reads it")
         contents = header.pop("contents")
@@ -280,7 +280,7 @@ class ClientStore:
     def __post_init__(self) -> None:
         """Refuse a token that could name a file elsewhere."""
         if not is_token(self.run):
-            raise StateError(f"the run's token '{self.run[:80]}' is not one: hexadecimal digits are needed")
+            raise StateError(f"the run's token '{self.run[:80]}' is invalid: hexadecimal digits are needed")
 
     def _files(self) -> list[tuple[str, int, Path]]:
         """Return (run, round, file) of all states here, by round."""
@@ -321,8 +321,8 @@ class ClientStore:
                     )
                 if known not in (stored.digest, stored.expected):
                     raise StateError(
-                        f"{stored.path}: digest is '{stored.digest}', expected '{known}': the file is older than what "
-                        f"this client last sent, or another's; {BEGIN_ANEW}"
+                        f"{stored.path}: digest is '{stored.digest}', expected '{known}': the file is older than this "
+                        f"client's last reply, or another's; {BEGIN_ANEW}"
                     )
         except StateError as e:
             if isinstance(e, DamagedError) and self.expected.digest and not (needed or self.expected.binding):

@@ -76,7 +76,7 @@ def stages(name: str, shape: tuple[int, ...], settings: ModelSettings) -> list[t
 
     Raises
     ------
-    BadRequest : the samples are no rows of features.
+    BadRequest : the samples are not rows of features.
     """
     args = of(name, settings)
     if args.scaled and len(shape) != 1:

@@ -98,7 +98,7 @@ def factory(name: str) -> Callable[..., Any]:
     check_form(name, PLAIN)
     found = plugins.imported(name, f"model '{name}'") if ":" in name else installed()[name].load()
     if not callable(found):
-        raise BadRequest(f"model '{name}' is no function or class, but {type(found).__name__}")
+        raise BadRequest(f"model '{name}' is not a function or class, but {type(found).__name__}")
     return found  # type: ignore[no-any-return]
 
 

@@ -30,8 +30,8 @@ def _version(path: str) -> tuple[str, ...]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise BadRequest(
-            f"weights = '{path}' is no file: give a .safetensors, or a .pt that torch.save(model.state_dict(), FILE) "
-            "wrote; fedapp downloads none"
+            f"weights = '{path}' is not a file: give a .safetensors, or a .pt that torch.save(model.state_dict(), "
+            "FILE) wrote; fedapp downloads none"
         )
     stat = file.stat()
     return str(file), *map(str, (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))

@@ -45,10 +45,10 @@ def release(client: Client, rows: Iterable[tuple[Tensor, Tensor]], squares: Squa
     Raises
     ------
     BadRequest : the release would pass the client's budget.
-    RuntimeError : there is nothing that books and noises.
+    RuntimeError : no noise mechanism exists.
     """
     if client.releaser is None:
-        raise RuntimeError("nothing that noises is there: nothing is sent")
+        raise RuntimeError("dp is enabled but no noise mechanism exists; reply withheld")
     joint = Joint(client.task.num_classes, client.model.width, squares)
     apart = joint.classes if squares == "classes" else 1
     found = [FeatureSums(joint.classes, joint.width, squares != "none") for _ in range(apart)]

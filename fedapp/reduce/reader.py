@@ -67,7 +67,7 @@ class Policy:
 
     Attributes
     ----------
-    robust : settings against clients that lie.   privacy : mechanism of a run with noise, or None.
+    robust : settings against malicious clients.   privacy : mechanism of a run with noise, or None.
     share : gives the share of the sum's noise that each client added in the last exchange (1: its own).
     """
 
@@ -235,7 +235,7 @@ class Reader:
             if forms is None:
                 return None
             if extra := [n for n in reply.arrays.keys() - known if not n.startswith(own) and not allows(n)]:
-                return Impossible(f"'{min(extra)}' was not asked for")
+                return Impossible(f"'{min(extra)}' is unexpected")
             return next((p for r, form in forms if (p := r.problem(self.context, reply, form))), None)
 
         return problem

@@ -48,7 +48,7 @@ class ScreenedMoments(PlainMoments):
         for client, pull in far.items():
             self.context.warn(
                 f"without the statistics of client {client} the calibrated head moves {pull:g} times as far as without "
-                "those of the median client: it lies, or it holds classes that hardly anybody else has"
+                "those of the median client: it is malicious, or holds classes that few other clients have"
             )
         return {"screened": {**self._screened, "pulls": far}}
 

@@ -137,7 +137,7 @@ class Answer:
 
     def name(self, label: str) -> str:
         """Return the name of a method in a sentence."""
-        return "training alone" if label == self.alone else registry.title_of(label)
+        return "training alone" if label in (self.alone, "local") else registry.title_of(label)
 
     @cached_property
     def leader(self) -> str:

@@ -1,4 +1,4 @@
-"""Cells of CSV files: no text of others is a formula for a spreadsheet, and what is read back is the old text."""
+"""Escape cells of CSV files that a spreadsheet would run as formulas, and read the original text back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _formula(value: Any) -> bool:
 
 
 def write_table(path: Path, table: pd.DataFrame) -> None:
-    """Write a table as a CSV file whose text and names of columns are no formulas.
+    """Write a table as a CSV file whose text and names of columns are not formulas.
 
     Raises
     ------

@@ -112,7 +112,7 @@ def _facts(net: LoadedModel | WholeModel) -> str:
 
 @contextmanager
 def _traced() -> Iterator[None]:
-    """Say what must change in a model that is no one graph: PyTorch says a lot of it, in words of its own."""
+    """Explain why the model cannot be exported as one graph."""
     try:
         yield
     except (OSError, BadRequest):

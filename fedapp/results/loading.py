@@ -81,7 +81,7 @@ def load(
     if (own / FILES[point]).is_file():
         return read_model(own / FILES[point], allow=allow)
     raise BadRequest(
-        f"{own} holds no {FILES[point]}, and {place} is no run directory: give a run directory, or on a node "
+        f"{own} holds no {FILES[point]}, and {place} is not a run directory: give a run directory, or on a node "
         "STATE-DIR/<federation> with the number of the client"
     )
 
@@ -174,8 +174,8 @@ def _client(run: RunResult, config: RunConfig, client: int, point: str, allow: s
         if point == "tuned" and "tuned" not in run.protocols:
             raise BadRequest(f"clients of {run.method} do not fine-tune the received model: leave out point")
         raise BadRequest(
-            f"{run.out} has not kept what client {client} received: run again with keep-models = true (up to 100 "
-            "clients it is the default), or take the model after training"
+            f"{run.out} has not kept the received model of client {client}: run again with keep-models = true (up to "
+            "100 clients it is the default), or take the model after training"
         )
     folder = client_folders(run).get(client)
     files = sorted(folder.glob(f"{run.versions.get('run', '')}.*.safetensors")) if folder else []

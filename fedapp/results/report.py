@@ -133,7 +133,7 @@ def of_run(run: RunResult, gallery: Gallery) -> str:
 
 
 def _scores(run: RunResult, protocols: Sequence[str]) -> Table:
-    heads = {"last": "all clients", "last_std": "std over clients", "pooled": "pooled", "balanced": "balanced"}
+    heads = {"last": "all clients", "last_std": "std over clients", "pooled": "pooled", "balanced": "all classes"}
     for key, name in {"validation": "validation", "participants": "last round's clients"}.items():
         heads |= {key: name} if any(not math.isnan(run.score(p, key)) for p in protocols) else {}
     pooled = run.summary.get("pooled") or {}
@@ -177,7 +177,7 @@ def _client_table(run: RunResult) -> Table:
                 share(majority[client] if client < len(majority) else None),
             ]
         )  # fmt: skip
-    scores = [*(f"{p} %" for p in shown), *(f"{p} balanced %" for p in shown)]
+    scores = [*(f"{p} %" for p in shown), *(f"{p}, all classes %" for p in shown)]
     head = ["client", "model", "training rows", "test rows", *scores, "majority class %"]
     return Table(head, rows, meaning(shown))
 
@@ -192,7 +192,7 @@ def _rounds_table(run: RunResult) -> Table:
         [share(v) if c in shares else Cell(str(int(v))) if c in whole else float(v) for c, v in zip(columns, row)]
         for row in run.rounds[columns].tail(MOST_ROWS).itertuples(index=False)
     ]
-    names = (c.replace("_accuracy", " %").replace("_balanced", " balanced %").replace("_", " ") for c in columns)
+    names = (c.replace("_accuracy", " %").replace("_balanced", ", all classes %").replace("_", " ") for c in columns)
     return Table(names, rows, meaning(run.protocols, [run]))
 
 

@@ -49,18 +49,18 @@ RUN_MARK = "config.toml"
 PROTOCOL_TEXT = {
     "received": "before local training",
     "trained": "after local training",
-    "tuned": "after fine-tuning what was received",
+    "tuned": "after fine-tuning of the received model",
     "global": "the one global model on the central test set",
 }
 """The meaning of each protocol in all tables and figures."""
 UNADJUSTED = "global: the head of all clients, before each of them adjusts it to its own class shares"
 """What `global` is of in runs whose clients adjust the head that they receive."""
-ONE_SCORE = "Standalone receives nothing, so it has one score: after local training."
-PAIRED = "Differences in received are to Standalone's own model before the last training."
+ONE_SCORE = "Training alone receives no model, so it has one score: after local training."
+PAIRED = "Differences in received are to its model before the last training."
 TUNED_PAIRS = "Differences in tuned are to the trained model of a reference that does not fine-tune."
 """What the paired tests compare where one side has no such score."""
 HARM_TEXT = (
-    "gain / same / lose: clients whose headline is above, at and below their own in Standalone; at: within one "
+    "gain / same / lose: clients whose headline is above, at and below their own in training alone; at: within one "
     "standard error of the difference, and within one test row in any case."
 )
 
@@ -82,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as e:
         raise BadRequest(f"{path} cannot be read ({e})") from e
     if not isinstance(value, dict):
-        raise BadRequest(f"{path} cannot be read (no JSON object)")
+        raise BadRequest(f"{path} cannot be read (not a JSON object)")
     return value
 
 
@@ -373,7 +373,7 @@ class RunResult:
         found = summarise([dict(zip(told, row)) for row in zip(*told.values())], [protocol])
         pooled = (self.summary.get("pooled") or {}).get(protocol)
         if pooled is not None:
-            found[names["pooled"]] = pooled  # the server knows up to how many test images a client is believed
+            found[names["pooled"]] = pooled  # the server knows the cap on test counts
         return *(found[column] for column in names.values()), len(self.final)
 
     def score(self, protocol: str, name: str = "last") -> float:

@@ -12,7 +12,7 @@ from fedapp.errors import counted, plain
 from fedapp.lazy import pd
 from fedapp.registry import title_of
 from fedapp.results import intervals
-from fedapp.results.answers import AGAIN_TITLE, HARM, Answer, answers_of, setting_title
+from fedapp.results.answers import AGAIN, AGAIN_TITLE, ALONE, HARM, Answer, answers_of, setting_title
 from fedapp.results.intervals import points
 from fedapp.results.runs import HARM_TEXT, ONE_SCORE, PAIRED, TUNED_PAIRS, UNADJUSTED, Comparison, RunResult
 from fedapp.results.statistics import DASH, over, spread, tally, until
@@ -24,7 +24,7 @@ TUNED = "tuned"
 SCORES = {
     "headline_last": "headline", "tuned_last": "tuned", "trained_last": "trained", "received_last": "received",
     "trained_participants": "trained, last round's clients", "trained_validation": "validation",
-    "received_balanced": "balanced received", "trained_balanced": "balanced trained", "global_last": "global",
+    "received_balanced": "received, all classes", "trained_balanced": "trained, all classes", "global_last": "global",
     "calibration_before": "global, uncalibrated",
 }  # fmt: skip
 """Columns of results.csv in the first table of a setting, and their heads there."""
@@ -62,9 +62,10 @@ def print_tables(comparison: Comparison) -> None:
             shown = pd.concat([cells, failed])
             shown = shown.loc[[v for v in dict.fromkeys([*answer.table["variant"], *shown.index]) if v in shown.index]]
             console.print(Text(plain(title, whole=True), style="table.title"))
-            print_fitting(console, [*map(title_of, shown.index)], shown.to_dict("list"))
+            names = {answer.alone: ALONE, AGAIN_TITLE: AGAIN}
+            print_fitting(console, [names.get(v) or title_of(v) for v in shown.index], shown.to_dict("list"))
     lines = [
-        "received, trained: each client's own test split, mean over all clients; balanced: mean recall over all "
+        "received, trained: each client's own test split, mean over all clients; all classes: mean recall over the "
         "classes on all clients' test rows.",
     ]
     whole, measures = pd.concat([answer.finished for answer in answers]), comparison.significance.get("measure", ())
@@ -75,7 +76,9 @@ def print_tables(comparison: Comparison) -> None:
     if whole["gain"].notna().any():
         lines.append(HARM_TEXT)
     by = whole.groupby("headline", sort=False)["variant"].unique()
-    judged = [f"{score} for {', '.join(title_of(str(v)) for v in names)}" for score, names in by.items() if score]
+    judged = [
+        f"{score} for {', '.join(answers[0].name(str(v)) for v in names)}" for score, names in by.items() if score
+    ]
     lines.append(f"headline, the score that a method is judged by: {'; '.join(judged)}.")
     console.print_line("\n".join([*lines, *comparison.notes["notes"]]))
 
@@ -178,15 +181,14 @@ def tables_of(answer: Answer, runs: Sequence[RunResult]) -> Iterator[tuple[str, 
         meaning_of = "\n(then the difference to training alone in points, and the number of seeds in which it is > 0)"
         yield f"Clients by name, headline in %{spread_over}{meaning_of * bool(answer.alone)}", by_name
     if answer.tests and seeds > 1:
-        named = {"headline_worst_tenth": "headline, worst 10 %"}
         columns = {
-            named.get(m) or " ".join(m.removesuffix("_accuracy").split("_")[::-1]): {
+            m.removesuffix("_accuracy").replace("_balanced", ", all classes").replace("_worst_tenth", ", worst 10 %"): {
                 label: intervals.in_words(row) for label, row in rows.items()
             }
             for m, rows in answer.tests.items()
         }
         judged = "95 % interval that holds for all methods of the column" if seeds > 2 else "one value for each seed"
         yield (
-            f"Difference to {title_of(answer.reference)} in points, {judged}{meant}",
+            f"Difference to {answer.name(answer.reference)} in points, {judged}{meant}",
             pd.DataFrame(columns).fillna(DASH),
         )

@@ -77,7 +77,7 @@ class WholeModel:
         except BadRequest:
             raise
         except (TypeError, ValueError, RuntimeError, MemoryError) as e:
-            raise BadRequest(f"what the model says of its body is damaged ({raised(e)}): take another copy") from e
+            raise BadRequest(f"the record of the model's body is damaged ({raised(e)}): take another copy") from e
         if differ or found.digest != inputs.body:
             differ = differ or [key for key, value in found.identity().items() if told.get(key, value) != value]
             raise AnotherBody(

@@ -1,4 +1,4 @@
-"""The data and who holds what."""
+"""The data and their partition over the clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedapp.settings._group import AUTO, Auto, Group, OrAuto
 
 
 class DataSettings(Group):
-    """The data and who holds what."""
+    """The data and their partition over the clients."""
 
     dataset: str = Field(
         "digits", description="name of the data set, or npz, csv, parquet, folder, hf for your own; see fedapp datasets"
@@ -20,7 +20,7 @@ class DataSettings(Group):
     data_dir: str = Field("", description="folder with NAME.npz, or to download to; else the place of your own data")
     columns: str = Field(
         "",
-        description='what the columns of csv, parquet and hf mean, such as "x=age,pulse y=diagnosis client=hospital '
+        description='meaning of the columns of csv, parquet and hf, such as "x=age,pulse y=diagnosis client=hospital '
         'split=part group=patient"; empty = y, label or target, client, split and group by name, all other numeric '
         "columns are features; x=* takes text columns too",
     )
@@ -30,7 +30,7 @@ class DataSettings(Group):
         "0 = as they are if all are equal; auto = at most 64",
     )
     layout: Literal["auto", "classes", "clients"] = Field(
-        "auto", description="what the folders in a folder of pictures are; auto = by the number of levels"
+        "auto", description="meaning of the folders in a folder of pictures; auto = by the number of levels"
     )
     normalise: Literal["auto", "data", "client", "none"] = Field(
         "auto",
@@ -50,8 +50,8 @@ class DataSettings(Group):
     )
     partition: str = Field(
         "auto",
-        description="who holds what; auto = by-client if the data have a column client, else dirichlet; flwr:NAME = a "
-        "partitioner of flwr-datasets; see fedapp partitions",
+        description="assignment of rows to clients; auto = by-client if the data have a column client, else dirichlet; "
+        "flwr:NAME = a partitioner of flwr-datasets; see fedapp partitions",
     )
     partition_args: str = Field(
         "", description='arguments of a partitioner of flwr-datasets, "name=value name=value"; see partition'
@@ -62,7 +62,7 @@ class DataSettings(Group):
     min_samples: int = Field(10, ge=1, description="smallest number of samples a client may get")
     split: Literal["auto", "official", "merged", "holdout", "given"] = Field(
         "auto",
-        description="where test data come from; auto = official (by-client: given, flwr: by another column than "
+        description="source of test data; auto = official (by-client: given, flwr: by another column than "
         "label: merged) if the data set has a test set, else holdout",
     )
     test_share: float = Field(
@@ -89,8 +89,8 @@ class DataSettings(Group):
     )
     partition_seed: Annotated[int, Field(ge=0, lt=2**31), OrAuto] = Field(
         AUTO,
-        description="seed of the data: which rows are used, who holds them, which are held back; auto = seed, so "
-        "that every seed has a partition of its own",
+        description="seed of the choice, partition and splits of the rows; auto = seed: each seed has a partition "
+        "of its own",
     )
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The scores, and the clients and rounds that they are of."""
+"""The scores, with their clients and rounds."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ CONFUSION = "confusion"
 
 
 class EvaluationSettings(Group):
-    """The scores, and the clients and rounds that they are of."""
+    """The scores, with their clients and rounds."""
 
-    protocols: str = Field("received,trained,global", description="which scores are measured")
+    protocols: str = Field("received,trained,global", description="scores to measure")
     metrics: str = Field(
         "accuracy,loss",
-        description="what evaluations of all clients measure on each client's own test rows: accuracy, loss, "
-        "balanced, macro_f1, auc, ece; in a simulation also confusion, in the last of them, and your own, "
+        description="metrics of each client's own test rows in evaluations of all clients: accuracy, loss, "
+        "balanced, macro_f1, auc, ece; in a simulation also confusion (the last evaluation only) and your own, "
         "package.module:function(y_true, probabilities)",
     )
     balanced_every: int = Field(
-        0, ge=-1, description="rounds between balanced scores; 0 = never (digits: 1), -1 = never"
+        0, ge=-1, description="rounds between scores on all classes; 0 = never (digits: 1), -1 = never"
     )
     evaluate_every: int = Field(
         0, ge=0, description="rounds between evaluations of all clients; 0 = after the last only"
@@ -43,7 +43,7 @@ class EvaluationSettings(Group):
     )
     balanced_clients: Annotated[int, Field(ge=1)] | Auto = Field(
         "auto",
-        description="clients of the balanced score in evaluations of all clients; auto = all, but in simulations of "
+        description="clients of the all-class score in evaluations of all clients; auto = all, but in simulations of "
         "more than 100 as many as cost a tenth of the training, at least 100, on at least 500 rows",
     )
     unseen: str = Field(
@@ -56,8 +56,8 @@ class EvaluationSettings(Group):
     )
     select: Literal["last", "validation"] = Field(
         "last",
-        description="which round is scored at the end: the last, or of those that evaluate-every evaluates (1 unless "
-        "given) the one with the best mean validation accuracy of received",
+        description="round of the final scores: the last, or the evaluated one (evaluate-every, here 1 by default) "
+        "with the best mean validation accuracy of received",
     )
     keep_models: bool | Auto = Field(
         "auto",

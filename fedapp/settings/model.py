@@ -1,4 +1,4 @@
-"""The architecture, and what an own model is built with."""
+"""The architecture, and the arguments of an own model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedapp.settings._group import AUTO, Group, OrAuto
 
 
 class ModelSettings(Group):
-    """The architecture, and what an own model is built with."""
+    """The architecture, and the arguments of an own model."""
 
     model: str = Field(
         "auto",

@@ -1,4 +1,4 @@
-"""Limits and rules against clients that lie."""
+"""Limits and rules against malicious clients."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fedapp.settings._group import AUTO, Group, NonNegative, OrAuto
 
 
 class RobustnessSettings(Group):
-    """Limits and rules against clients that lie."""
+    """Limits and rules against malicious clients."""
 
     max_abs: float = Field(
-        10_000.0, gt=0, description="largest value in heads and in means of representations that the server takes"
+        10_000.0, gt=0, description="largest value in heads and in means of representations that the server accepts"
     )
     max_growth: Annotated[NonNegative, OrAuto] = Field(
         AUTO,
@@ -26,15 +26,15 @@ class RobustnessSettings(Group):
     )
     robust: str = Field(
         "none",
-        description="rules against clients that lie, for every average of their replies, from left to right: norm, "
+        description="rules against malicious clients, for every average of their replies, from left to right: norm, "
         "median, trimmed, krum, multikrum, geomedian, such as norm+trimmed; own = the rule of cwFedAvg, FedGH or CCVR",
     )
-    robust_f: int = Field(1, ge=0, description="clients of a round that may lie, for robust")
+    robust_f: int = Field(1, ge=0, description="clients of a round that may be malicious, for robust")
     count_cap: Annotated[float, OrAuto] = Field(
         AUTO,
-        description="largest sample count that is believed, as a multiple of the clients' median; 0 = no limit; "
-        "auto = 2 with robust, 10 on real nodes without secure-sum (which hides counts; CCVR 2), else 0. Pooled scores "
-        "believe test counts so far too (auto = 10 on real nodes, else 0)",
+        description="cap on a client's reported sample count, as a multiple of the clients' median; 0 = no limit; "
+        "auto = 2 with robust, 10 on real nodes without secure-sum (which hides counts; CCVR 2), else 0. Test counts "
+        "in pooled scores have the same cap (auto = 10 on real nodes, else 0)",
     )
 
     @cached_property
@@ -49,5 +49,5 @@ class RobustnessSettings(Group):
 
     @property
     def active(self) -> bool:
-        """Whether anything is done about lying clients, in a resolved group."""
+        """Whether there is any measure against malicious clients, in a resolved group."""
         return bool(self.rules or self.count_cap)

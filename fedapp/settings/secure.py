@@ -12,8 +12,8 @@ class SecureSettings(Group):
 
     secure_sum: bool = Field(
         False,
-        description="clients hide their replies behind masks that cancel in the sum: the server sees sums over "
-        "clients alone; for methods that need no more",
+        description="clients hide their replies behind masks that cancel in the sum: the server sees only sums "
+        "over clients; for methods that need no more",
     )
     secure_dropout: float = Field(
         0.34,
@@ -22,5 +22,5 @@ class SecureSettings(Group):
         description="with secure-sum: share of the clients of a round that may drop out in it; with more the run ends",
     )
     secure_colluders: int = Field(
-        0, ge=0, description="with secure-sum: clients that may tell the server all that they know"
+        0, ge=0, description="with secure-sum: clients that may give the server all their secrets"
     )

@@ -16,13 +16,13 @@ class StorageSettings(Group):
     federation: str = Field("", description="name under which clients store their state; empty = run")
     lost_state: Literal["refuse", "restart"] = Field(
         "refuse",
-        description="what a client does whose stored state is lost, damaged, older than its last reply or another "
-        "client's: refuse = it takes no part and is named; restart = it starts again, marked in the tables",
+        description="treatment of a client whose stored state is lost, damaged, older than its last reply or another "
+        "client's: refuse = it is left out and named; restart = it starts again, marked in the tables",
     )
-    warm_start: bool = Field(False, description="clients start from the state that an earlier run left")
+    warm_start: bool = Field(False, description="clients start from their state after an earlier run")
     track: str = Field(
         "",
-        description="trackers that the program which follows the run feeds, comma-separated: tensorboard, mlflow, "
+        description="trackers of the run, comma-separated: tensorboard, mlflow, "
         "wandb, or those of installed packages; empty = none",
     )
     out: str = Field("", description="absolute path of the run directory")

@@ -40,5 +40,5 @@ class TrainingSettings(Group):
     )
     augment: Literal["auto", "none", "weak", "strong"] = Field("auto", description="augmentation of training rows")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast in training and scoring")
-    buffers: Literal["global", "local", "drop"] = Field("global", description="what happens to BatchNorm statistics")
+    buffers: Literal["global", "local", "drop"] = Field("global", description="treatment of BatchNorm statistics")
     threads: int = Field(1, ge=1, le=1024, description="threads of each client; they affect the last bits")

@@ -100,7 +100,7 @@ def tracked(config: RunConfig, listener: Listener | None, out: Path | None = Non
     summary, error = (read_json(trackers.out / f"{name}.json") for name in ("summary", "error"))
     if summary.get("ok") is True:
         trackers.end("finished", dict(flattened(summary)))
-    trackers.end("failed", error=str(error.get("message") or "nothing was heard of its end"))
+    trackers.end("failed", error=str(error.get("message") or "its end is unknown"))
 
 
 class Trackers:

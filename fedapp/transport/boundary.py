@@ -131,13 +131,13 @@ class Refused:
 
 
 def read(message: Message | Part, contract: Contract) -> Good | Refused:
-    """Return a client's reply, or why it does not count. Whatever was sent, nothing is raised."""
+    """Return a client's reply, or the reason for its refusal; nothing is ever raised."""
     try:
         content = message.content
         info = dict(content.config_records.get(INFO, {}))
         if "error" in info:
             if not isinstance(info["error"], str) or info.get("stage", contract.kind) != contract.kind:
-                return Refused("it says that it failed, but not in words, or in a stage that it was not asked for")
+                return Refused("the error report has no message or a wrong stage")
             return Refused(info["error"], FAILED)
         record: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, {})
         stated: Mapping[str, Any] = dict(content.metric_records.get(METRICS, {}))
@@ -175,11 +175,11 @@ def decoded_problem(arrays: Arrays, contract: Contract) -> str | None:
 
 
 def read_registration(message: Message) -> Registration | Refused:
-    """Return a client's statements about itself, or the reason why there are none; nothing is ever raised."""
+    """Return a client's registration, or the reason for its refusal; nothing is ever raised."""
     try:
         return _read_registration(message)
     except Exception as e:
-        return Refused(f"its statements about itself cannot be read: {type(e).__name__}: {str(e)[:TEXT_MOST]}")
+        return Refused(f"its registration cannot be read: {type(e).__name__}: {str(e)[:TEXT_MOST]}")
 
 
 def _read_registration(message: Message) -> Registration | Refused:
@@ -192,7 +192,7 @@ def _read_registration(message: Message) -> Registration | Refused:
     if problem := _records_problem(content.array_records, content.metric_records, content.config_records):
         return Refused(problem)
     if content.array_records.get(ARRAYS, ArrayRecord()) or len(info) > INFO_MOST:
-        return Refused("it sends more than facts about itself")
+        return Refused("its registration has arrays or too many facts")
     for name, (low, high) in HELLO.items():
         value = metrics.get(name) if name.endswith("-examples") else info.get(name, 0 if name == "partitions" else None)
         if type(value) is not int or not low <= value <= high:
@@ -201,15 +201,15 @@ def _read_registration(message: Message) -> Registration | Refused:
     for name, most in texts.items():
         value = info.get(name, {"common": "{}", "classes": ""}.get(name))
         if not isinstance(value, str) or len(value) > most:
-            return Refused(f"its {name} is no text of at most {most} characters")
+            return Refused(f"its {name} is not a text of at most {most} characters")
     if not MODEL.match(str(info["model"])):
-        return Refused(f"its model '{info['model']}' is no name")
+        return Refused(f"its model '{info['model']}' is not a name")
     shapes, shape = json.loads(str(info["shapes"])), json.loads(str(info["shape"]))
     common = json.loads(str(info.get("common", "{}")))
     if not isinstance(shapes, dict) or len(shapes) > FURTHER or not all(map(_is_shape, shapes.values())):
-        return Refused("its shapes are not those of arrays")
+        return Refused("its shapes are invalid")
     if not _is_shape(shape) or not shape or 0 in shape:
-        return Refused(f"samples of shape {info['shape']} are not possible")
+        return Refused(f"its sample shape {info['shape']} is invalid")
     if not isinstance(common, dict) or not all(isinstance(v, (str, int, float)) for v in common.values()):
         return Refused("its common facts are not plain values")
     largest = info.get("largest-feature")
@@ -232,7 +232,7 @@ def _records_problem(*names: Iterable[str]) -> str | None:
     """Return the fault of the names of records of arrays, metrics and facts."""
     found = zip(names, (ARRAYS, METRICS, INFO), strict=True)
     extra = [str(name)[:NAME_MOST] for of, known in found for name in of if name != known]
-    return f"it holds a record '{extra[0]}' that was not asked for" if extra else None
+    return f"unexpected record '{extra[0]}'" if extra else None
 
 
 def _info_problem(info: Mapping[str, Any], contract: Contract) -> str | None:
@@ -240,7 +240,7 @@ def _info_problem(info: Mapping[str, Any], contract: Contract) -> str | None:
         return f"it states {len(info)} facts, at most {INFO_MOST} are possible"
     for name, value in info.items():
         if name not in FACTS:
-            return f"it states '{name[:NAME_MOST]}', which was not asked for"
+            return f"unexpected fact '{name[:NAME_MOST]}'"
         if not isinstance(value, (str, int, float, bool)):
             return f"the fact '{name[:NAME_MOST]}' is a {type(value).__name__}"
         if isinstance(value, str) and name != CAST and len(value) > TEXT_MOST:
@@ -274,7 +274,7 @@ def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | N
     """Return the fault of an array as it was sent; nothing is decoded but its header."""
     shape = tuple(array.shape)
     if not all(type(side) is int and 0 <= side < 2**31 for side in shape) or len(shape) > 8:
-        return f"'{name}' has shape {str(shape)[:NAME_MOST]}, which no array has"
+        return f"invalid shape for '{name}': {str(shape)[:NAME_MOST]}"
     if array.stype != "numpy.ndarray":
         return f"'{name}' is stored as {str(array.stype)[:NAME_MOST]}, expected numpy.ndarray"
     if problem := _type_problem(name, array.dtype, shape, contract):
@@ -289,12 +289,12 @@ def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | N
         version = np.lib.format.read_magic(stream)
         written, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     except Exception:
-        return f"'{name}' does not begin as an array does"
+        return f"'{name}' is not in .npy format"
     if (written, fortran, str(dtype)) != (shape, False, array.dtype) or stream.tell() + size != len(array.data):
-        return f"'{name}' is not what its record says: {dtype} of shape {str(written)[:NAME_MOST]}"
+        return f"'{name}' differs from its record: {dtype} of shape {str(written)[:NAME_MOST]}"
     # The numbers are read where they lie, and must lie as numbers do.
     if version != (1, 0) or stream.tell() % NPY_ALIGNED:
-        return f"'{name}' has a header that NumPy does not write"
+        return f"'{name}' has a wrong .npy header"
     return None
 
 
@@ -316,7 +316,7 @@ def _cast_problem(info: Mapping[str, Any], dtypes: Mapping[str, str], contract: 
     """Return the fault of the note of narrowed arrays: it follows from the server's setting."""
     narrowed = {n: "float32" for n, of in dtypes.items() if of == "float16" and contract.wire_dtype == "fp16"}
     stated = info.get(CAST, "{}")
-    return None if stated == json.dumps(narrowed) else "it names other dtypes than its arrays were narrowed from"
+    return None if stated == json.dumps(narrowed) else "it names wrong dtypes for its narrowed arrays"
 
 
 def _value_problem(name: str, array: Array, contract: Contract) -> str | None:
@@ -350,7 +350,7 @@ def _metrics_problem(metrics: Mapping[str, Any], contract: Contract) -> str | No
         if len(name) > NAME_MOST:
             return f"the name of a metric has {len(name)} characters, at most {NAME_MOST} are possible"
         if name != "num-examples" and contract.numbers is not None and name not in contract.numbers:
-            return f"the metric '{name}' was not asked for: a method names its own in Method.columns or Method.metrics"
+            return f"unexpected metric '{name}': a method names its own in Method.columns or Method.metrics"
         if isinstance(value, list) and len(value) > LIST_MOST:
             return f"'{name}' has {len(value)} numbers, at most {LIST_MOST} are possible"
         if isinstance(value, list) and (name.endswith(_SCORE) or name == "num-examples"):
@@ -370,8 +370,8 @@ _SCORE = ("-correct", "-total", "-loss-sum")
 
 
 def _numbers_problem(metrics: Mapping[str, Any], contract: Contract) -> str | None:
-    """Say which number of a reply cannot be. Losses have no upper limit: that of a model that diverged, or that a liar
-    spoiled, can be any number, and an honest client must be able to say so."""
+    """Return the fault of the numbers of a reply. A loss has no upper limit: an honest client may have a model that
+    diverged or was corrupted."""
     count = metrics["num-examples"]
     if not isinstance(count, int) or count != contract.count:
         return f"num-examples is {count}, but the client registered with {contract.count}"

@@ -51,7 +51,7 @@ def private_update(arrays: Mapping[str, Array], received: Mapping[str, Array], r
     """
     strange = [n for n, a in arrays.items() if n not in received or not np.issubdtype(a.dtype, np.floating)]
     if strange:
-        raise RuntimeError(f"'{strange[0]}' is no change of an array that was received: it has no bound")
+        raise RuntimeError(f"'{strange[0]}' is not the change of a received array: it has no bound")
     bound = releaser.privacy.bound
     known = vector_of({n: received[n] for n in arrays})
     change = clip_rows((vector_of(arrays) - known)[None], bound)[0]

@@ -288,7 +288,7 @@ class Cohort(ABC):
         schema: Schema,
         request: RoundRequest | Mapping[int, RoundRequest],
     ) -> Iterator[Reply]:
-        """Send messages to clients and yield the good replies in the order of the client ids.
+        """Send messages to clients and yield the valid replies in the order of the client ids.
 
         A reply is held back until the replies of all lower ids have arrived or failed, so that sums are added up in the
         same order, no matter which client ends first. The exchange records which clients got a message, answered or
@@ -401,7 +401,7 @@ class Cohort(ABC):
             self.event({"kind": "client-error", **self.first_error})
 
     def require(self, exchange: Exchange) -> None:
-        """Raise `RoundFailed` unless there were enough good replies, and enough clients are not blocked."""
+        """Raise `RoundFailed` unless there were enough valid replies, and enough clients are not blocked."""
         exchange.require(needed_replies(self.settings.min_replies, len(exchange.messaged)))
         if len(self.nodes) < self.fewest():
             blocked = "; ".join(f"client {c}: {b.reason}" for c, b in list(self.offences.blocked.items())[:5])

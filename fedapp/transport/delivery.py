@@ -131,7 +131,7 @@ def _assembled(flower: Any, reply: Coming, most: int, last: bool) -> Message | N
                 unpack(whole.content)
             content = {"error": whole.error} if whole.has_error() else {"content": whole.content}
     except Exception as e:
-        wrong = f"its reply is no message: {type(e).__name__}: {str(e)[:TEXT_MOST]}"
+        wrong = f"its reply is not a message: {type(e).__name__}: {str(e)[:TEXT_MOST]}"
     return make_message(metadata, **({"error": Error(code, wrong)} if wrong else content))
 
 

@@ -44,7 +44,7 @@ class StateLedger:
         if "state" not in info:
             return None
         if not all(isinstance(v, str) and _DIGEST.match(v) for v in (info["state"], info.get("state-from", ""))):
-            return "the digest of its state is not one"
+            return "the digest of its state is invalid"
         lost = info.get("state-lost", "")
         if lost and not self.restart:
             return f"its state is lost and it started again, which lost-state = 'refuse' does not allow: {lost}"

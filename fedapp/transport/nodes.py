@@ -151,7 +151,7 @@ class NodeCohort(Cohort):
         self._expected = expected or self.partitions() or max(1, len(self.nodes))
         want = self._expected - sum(c < self._expected for c in self.offences.blocked)  # they are not asked again
         if want <= 0:
-            raise BadRequest("every client of this run is blocked (blocked.csv says why): start a new run")
+            raise BadRequest("every client of this run is blocked (see blocked.csv): start a new run")
         return want
 
     def _give_up(self, want: int) -> None:

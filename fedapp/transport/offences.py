@@ -2,10 +2,10 @@
 
 `boundary` grades each refusal. A client that failed is only left out of the round. One that sent what no client code of
 ours can send is blocked at once, and one that sent values out of range is blocked when it has `STRIKES` strikes. An
-honest client sends such values too when its model diverged, and a single liar may have spoiled the models of all
-others. Values therefore count against a client only where at most half of those that were sent the same sent such: a
-model of a group, or of one client, may be spoiled while all others are good. Each good reply to `train` takes back the
-part `PARDON` of a strike: a liar that takes turns with good replies is blocked all the same, and a client of whose
+honest client sends such values too when its model diverged, and one malicious client may have spoiled all models.
+Values therefore count against a client only where at most half of those that were sent the same sent such: a model of a
+group, or of one client, may be spoiled while all others are good. Each valid reply to `train` takes back the part
+`PARDON` of a strike: a malicious client with valid replies in between is blocked all the same, and a client of whose
 trainings at most one in five diverges never is.
 """
 

@@ -82,7 +82,7 @@ def unpack(content: RecordDict) -> bool:
 
     Raises
     ------
-    ValueError : this is no pack, or it holds something twice. Whether its arrays are what they say is not looked at.
+    ValueError : this is not a pack, or it holds something twice. Whether its arrays are what they say is not looked at.
     """
     if PACKED not in content.array_records:
         return False
@@ -112,7 +112,7 @@ def apart(whole: FlowerArray) -> dict[str, FlowerArray]:
         raise ValueError(f"the index of a pack has {size - LENGTH} bytes, at most {INDEX} are possible")
     listed: Any = json.loads(bytes(data[LENGTH:size]))
     if not isinstance(listed, dict):
-        raise ValueError("its arrays are no pack")
+        raise ValueError("its arrays are not a pack")
     found = {}
     for name, (dtype, shape, stype, length) in listed.items():
         size += -size % ALIGNED

@@ -20,7 +20,7 @@ class RoundRequest:
     Attributes
     ----------
     run : token of the run; empty: the client stores nothing.   round : number of the round; 0 = registration.
-    client : id of the client, -1 = its node knows it; real nodes believe their own configuration alone.
+    client : id of the client, -1 = its node knows it; real nodes use only their own configuration.
     clients : number of clients of a simulation.
     state_dir, models_dir : folders of the clients' states and final models in a simulation.
     state : digest of the state that the client stored in its last round that counted.

@@ -135,11 +135,10 @@ def check(entry: Admitted, client: int, examples: int, tests: int = 0) -> None:
     """
     if entry.client != client:
         raise BadRequest(
-            f"node {entry.node} says that it is client {client}, but the roster has it as client {entry.client}"
+            f"node {entry.node} registers as client {client}, but the roster has it as client {entry.client}"
         )
     for rows, kind in ((examples, "training"), (tests, "test")):
         if entry.max_examples and rows > entry.max_examples:
             raise BadRequest(
-                f"client {client} says that it has {counted(rows, f'{kind} row')}, and the roster "
-                f"allows {entry.max_examples}"
+                f"client {client} reports {counted(rows, f'{kind} row')}, and the roster allows {entry.max_examples}"
             )

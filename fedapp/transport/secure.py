@@ -233,7 +233,7 @@ def _bytes(text: bytes) -> Array:
 
 def _ids(array: Array | None) -> list[int]:
     if array is None or array.ndim != 1 or array.dtype != np.int64 or len(set(array.tolist())) != len(array):
-        raise Unsafe("the message does not say which clients take part")
+        raise Unsafe("the message has no valid list of clients")
     return [int(i) for i in array]
 
 
@@ -344,7 +344,7 @@ class SecureSums:
         lost = 0.0 if bits else masks.rounding(len(members))
         summed = Reply(-1, count, arrays, {}, exchange.up, kind, 0, tuple(members), lost)
         if problem := schema.check(summed):
-            raise RoundFailed(f"round {exchange.round}: no replies have this sum: {problem}", exchange.round)
+            raise RoundFailed(f"round {exchange.round}: the unmasked sum is invalid: {problem}", exchange.round)
         exchange.seconds = time.perf_counter() - started
         yield summed
 
@@ -424,7 +424,7 @@ class SecureSums:
         except Unopened as e:
             # One false holder can do this where the shares of two more than t are not there: then no client is blocked.
             for client in e.clients if len(shares) >= collector.threshold + 2 else ():
-                text = "the others' shares do not give the secret that it said they were of"
+                text = "the others' shares do not open its secret"
                 self.cohort.refuse(exchange, client, text, "query.unmask")
             raise RoundFailed(f"round {exchange.round}: the sum cannot be opened: {e}", exchange.round) from e
         self._judge(exchange, collector)
@@ -433,15 +433,15 @@ class SecureSums:
     def _blame(self, exchange: Exchange, asked: Collection[int], collector: Collector) -> None:
         """Block senders of false shares, or of a key without a proof, that more clients name than may drop out.
 
-        At least two must name a sender. Those who do are gone too, whichever side lies; so many could end the round
-        anyway.
+        At least two must name a sender. Those who do are gone too, whichever side is malicious; so
+        many could end the round anyway.
         """
         told: Counter[int] = Counter()
         for text in {d.client: d.reason for d in exchange.dropped if d.client in asked}.values():
             told.update((blamed(text) | unproved(text)) & set(asked) - self.cohort.offences.blocked.keys())
         for client, times in sorted(told.items()):
             if times > max(1, len(collector.ids) - collector.threshold):
-                text = f"{times} clients could not open the shares that it sent them, or check its key"
+                text = f"{times} clients could not open its shares or check its key"
                 self.cohort.refuse(exchange, client, text, "query.shares")
 
     def _judge(self, exchange: Exchange, collector: Collector) -> None:
@@ -451,7 +451,7 @@ class SecureSums:
             against.setdefault(holder, []).append(client)
         for holder, clients in against.items():
             if 2 * len(clients) > len(collector.offers):
-                text = f"its shares of {len(clients)} clients' secrets are not those it was given"
+                text = f"its shares of {len(clients)} clients' secrets differ from those it received"
                 self.cohort.refuse(exchange, holder, text, "query.unmask")
                 continue
             named = ", ".join(map(str, clients[:20]))

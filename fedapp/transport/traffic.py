@@ -12,7 +12,7 @@ from fedapp.transport.offences import Dropped
 
 
 class RoundFailed(RuntimeError):
-    """A round had fewer good replies, or the run fewer clients, than the settings require."""
+    """A round had fewer valid replies, or the run fewer clients, than the settings require."""
 
     def __init__(self, message: str, server_round: int) -> None:
         super().__init__(message)
@@ -72,13 +72,13 @@ class Exchange:
         return "evaluate" if self.kind in ("final", "unseen") else self.kind
 
     def require(self, needed: int) -> None:
-        """Raise `RoundFailed` unless there were so many good replies."""
+        """Raise `RoundFailed` unless there were so many valid replies."""
         if len(self.metrics) >= needed:
             return
         reasons = "; ".join(f"client {d.client}: {d.reason}" for d in self.dropped[:5])
         more = f" and {len(self.dropped) - 5} more" if len(self.dropped) > 5 else ""
         text = (
-            f"round {self.round}: {len(self.metrics)} good replies of {len(self.messaged)}, "
+            f"round {self.round}: {len(self.metrics)} valid replies of {len(self.messaged)}, "
             f"min-replies asks for {needed} ({reasons}{more})"
         )
         if len(self.metrics) + len(self.bad) + self.diverged >= needed:
@@ -87,5 +87,5 @@ class Exchange:
 
 
 def needed_replies(share: float, messages: int) -> int:
-    """Return how many good replies a round with that many messages needs, where a share of them is enough."""
+    """Return how many valid replies a round with that many messages needs, where a share of them is enough."""
     return max(1, math.ceil(share * messages - 1e-9))

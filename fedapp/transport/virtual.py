@@ -188,7 +188,7 @@ class VirtualCohort(Cohort):
         self._expected = len(members)
         self.request = replace(self.request, clients=len(members))
         if not there:
-            raise BadRequest("every client of this run is blocked (blocked.csv says why): start a new run")
+            raise BadRequest("every client of this run is blocked (see blocked.csv): start a new run")
         answers = asked(there, self.by_size)
         self._asked = sorted({*answers.values(), *smallest(there)})
         requests = {c: replace(self.request, client=c) for c in self._asked}

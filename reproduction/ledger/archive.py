@@ -313,7 +313,7 @@ def read(folder: Path) -> Archive:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _take(found: Archive, path: Path, common: Common, line: Line) -> None:

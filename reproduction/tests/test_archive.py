@@ -292,7 +292,7 @@ def test_a_run_directory_that_contradicts_itself_is_not_kept(tmp_path: Path) -> 
         ('"seed": 1', '"seed": 0', "line 3: ccvr-0.05/fedavg-s0 stands twice"),
         ('"seed": 1', '"seed": "1"', "line 3: must be a whole number"),
         ('"ok": true', '"ok": false', "line 2: must be True"),
-        ('"bytes_down": 7', '"bytes_down": NaN', "line 2: NaN is no number"),
+        ('"bytes_down": 7', '"bytes_down": NaN', "line 2: NaN is not a number"),
         ('"bytes_down": 7', '"bytes_down": "7"', "line 2: must be a whole number"),
         ('"client": [0, ', '"client": [', "line 2: All arrays must be of the same length"),
         ('"round": [1, ', '"round": ["1", ', "line 2: must be a whole number"),

@@ -40,8 +40,8 @@ class ProgressEvents(Hook):
         if without:
             more = f" and {len(without) - 20} more" if len(without) > 20 else ""
             self.run.warn(
-                f"no score 'tuned' of {counted(len(without), 'client')} ({', '.join(without[:20])}{more}): the "
-                "loss of their fine-tuning is no number; lower lr, or set clip"
+                f"no score 'tuned' of {counted(len(without), 'client')} ({', '.join(without[:20])}{more}): their "
+                "fine-tuning loss is NaN; lower lr, or set clip"
             )
 
     def tell_clients(self, exchange: Exchange) -> None:

@@ -1,4 +1,4 @@
-"""Rollback of a spoiled model, and the number of replies that a rule against liars needs.
+"""Rollback of a spoiled model, and the number of replies that a robust rule needs.
 
 One finite reply can move a model so far that other clients cannot train on it. The next round detects this: so many
 clients get NaN, or send values out of range, that too few replies are left. The update is then taken back and the round
@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from fedapp.core.robust import changes_bounded, needed
+from fedapp.errors import counted
 from fedapp.federation.hook import Hook, Setup
 from fedapp.federation.participants import Outcome, Progress, stored
 from fedapp.learning.state import StateError
@@ -26,8 +27,8 @@ TIMES = 2
 class Rollback(Hook):
     """Repeats a round from an earlier state if the present one is spoiled, and bounds clients from then on.
 
-    The first rollback returns to the state before the last update, because a round from there had enough good replies.
-    A client that lied earlier may have spoiled that state too. So the second rollback returns to the initial state.
+    The first rollback returns to the state before the last update, because a round from there had enough valid replies.
+    A malicious client may have spoiled that state too. So the second rollback returns to the initial state.
 
     Attributes
     ----------
@@ -132,7 +133,7 @@ class Rollback(Hook):
 
 
 class EnoughForRules(Hook):
-    """Ends a run in which fewer replies count than its rules need against the liars that they bear.
+    """Ends a run in which fewer replies count than its rules need against `robust-f` malicious clients.
 
     A rule holds for a number of clients, so all replies must arrive before it begins. The median of a rollback needs no
     number: a client that fails must not end a run that another one spoiled.
@@ -149,13 +150,13 @@ class EnoughForRules(Hook):
             return replies
         arrived = cohort.wait_for(exchange, replies)
         if self.asked_for.rules:
-            # A client that was blocked lies no more, so that the rule has fewer liars to bear.
-            liars = max(0, self.asked_for.robust_f - len(cohort.manager.offences.blocked))
-            least = needed(self.asked_for.averages, liars)
+            # A blocked client counts as one of the malicious clients that the rule expects.
+            malicious = max(0, self.asked_for.robust_f - len(cohort.manager.offences.blocked))
+            least = needed(self.asked_for.averages, malicious)
             if (count := len(exchange.metrics)) < least:
                 raise RoundFailed(
-                    f"round {exchange.round}: {count} good replies, and robust needs {least} "
-                    f"against {liars} liars: raise min-replies, or lower robust-f",
+                    f"round {exchange.round}: {count} valid replies, and robust needs {least} "
+                    f"against {counted(malicious, 'malicious client')}: raise min-replies, or lower robust-f",
                     exchange.round,
                 )
         return iter(arrived)

@@ -126,7 +126,7 @@ FIGURES: dict[str, tuple[str, str, str, Callable[[Runs], Words]]] = {
     "head-norms": (
         "heads", "Head norms against class counts", "CCVR, Figs. 3 and 12", heads.head_maps,
     ),
-    "who-learns-from-whom": ("heads", "Who learns from whom", "", heads.mixing),
+    "who-learns-from-whom": ("heads", "Mixing matrix", "", heads.mixing),
     "round-seconds": ("cost", "Time of a round", "", scores.round_seconds),
 }  # fmt: skip
 """By id: section of the page, title, the paper's figure, and what draws it."""

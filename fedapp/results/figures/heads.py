@@ -1,4 +1,4 @@
-"""Figures of the clients' heads: norms of their rows, who learns from whom, and the training loss."""
+"""Figures of the clients' heads: norms of their rows, their mixing matrix, and the training loss."""
 
 from __future__ import annotations
 

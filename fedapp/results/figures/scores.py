@@ -47,7 +47,7 @@ def counted_clients(runs: Runs) -> str:
 def learning_curves(runs: Runs) -> Words:
     """Accuracy by round, one line per protocol; bands over clients (FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2)."""
     run = runs[0]
-    titles = {"accuracy": "accuracy", "balanced": "balanced: mean recall over all classes"}
+    titles = {"accuracy": "accuracy", "balanced": "all classes: mean recall"}
     panels = {title: lines for what, title in titles.items() if (lines := _protocol_curves(run, what))}
     if "accuracy" not in panels:
         raise unfinished(run, "no round was finished")
@@ -57,7 +57,7 @@ def learning_curves(runs: Runs) -> Words:
     )
     caption = f"By completed rounds. {counted_clients(runs)} Bands: one standard deviation over clients.{alone(runs)}"
     if titles["balanced"] in panels:
-        caption += " Balanced scores are on all clients' test rows."
+        caption += " All-class scores are on all clients' test rows."
     if run.card.get("majority_mean") is not None:
         caption += " Dotted: guessing each client's majority class."
     figure = plots.curves(
@@ -151,7 +151,7 @@ def bands(runs: Runs) -> str:
 
 
 def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing]:
-    """Accuracy by round, one line per method, one panel per protocol, bands over seeds; then balanced accuracy."""
+    """Accuracy by round, one line per method, one panel per protocol, bands over seeds; then all-class scores."""
     drawings = []
     said, title = bands(runs), f": {name}" if name else ""
     for what, heading, score, where, source in (
@@ -159,7 +159,7 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
             "accuracy", "Learning curves", "accuracy", "Received and trained are means over the clients' own test "
             "splits.", "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2",
         ),
-        ("balanced", "Learning curves, balanced", "balanced accuracy",
+        ("balanced", "Learning curves, all classes", "all-class score",
          "Mean recall over all classes on all clients' test rows.", ""),
     ):  # fmt: skip
         panels: dict[str, list[Curve]] = {}
@@ -177,7 +177,7 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
                 Drawing(
                     f"curves-{what}{suffix}", heading + title,
                     f"Mean {score} by completed rounds{said}. {where} {counted_clients(runs)}{alone(runs)}",
-                    f"Line charts of {what} by completed rounds. At the end: {ends}.",
+                    f"Line charts of {score} by completed rounds. At the end: {ends}.",
                     plots.curves(
                         panels, xlabel=COMPLETED, band=said.removeprefix("; bands: "), baseline=baseline,
                     ),
