@@ -83,7 +83,7 @@ class DittoClient(PrivateClient):
         return super().step_loss(batch)
 
     def personal_loss(self, batch: Batch) -> Tensor:
-        """Return h_k(v; w^t) = F_k(v) + lambda/2 ||v - w^t||^2; exactly Standalone's loss where lambda is 0."""
+        """Return h_k(v; w^t) = F_k(v) + lambda/2 ||v - w^t||^2; training alone's loss where lambda is 0."""
         loss = self.cross_entropy(self.personal(batch.x), batch.y)
         lam: float = self.hparams.lam
         if lam == 0:

@@ -41,7 +41,7 @@ class FedPerHParams(PrivateHParams):
         "features",
         min_length=1,
         description="layers that travel, joined by + or , such as features.conv1+features.conv2 (paper: all but the "
-        "head, or but head and last blocks); all = FedAvg, none = Standalone",
+        "head, or but head and last blocks); all = FedAvg, none = training alone",
     )
 
     @field_validator("share")

@@ -4,7 +4,7 @@ Symbols    w_g -> state["small"], the small model by wire name     w_m,k -> repl
            S_t -> the clients that replied
 Algorithm 1, server:  fork: every client of S_t gets w_g.   merge: w_g <- 1/|S_t| sum_{k in S_t} w_m,k.
 The private models never leave their clients. With alpha = beta = 1 and `average=samples` the small model is FedAvg's,
-bit for bit, with Standalone's private models (tested).
+bit for bit, with the private models of training alone (tested).
 """
 
 from __future__ import annotations

@@ -142,7 +142,10 @@ IMPOSSIBLE_REPLIES: dict[str, tuple[Change, str]] = {
     "transposed": (put("head.weight", np.zeros((4, 10), np.float32)), "shape (4, 10), expected (10, 4)"),
     "header of another shape": (raw(data=npy(np.zeros((2, 5), np.float32))), "differs from its record"),
     "header of another dtype": (raw(data=npy(np.zeros(10, np.int32))), "differs from its record"),
-    "Fortran order": (raw(shape=(10,), data=npy(BIAS)[:8] + npy(BIAS)[8:].replace(b"False", b"True ", 1)), "not what"),
+    "Fortran order": (
+        raw(shape=(10,), data=npy(BIAS)[:8] + npy(BIAS)[8:].replace(b"False", b"True ", 1)),
+        "from its record",
+    ),
     "header of NumPy 9": (raw(data=npy(BIAS)[:6] + b"\x09\x00" + npy(BIAS)[8:]), "has a wrong .npy header"),
     "numbers between the bytes of numbers": (raw(data=padded(1)), "has a wrong .npy header"),
     "bytes after the numbers": (raw(data=npy(BIAS) + b"\0"), "differs from its record"),
@@ -159,8 +162,8 @@ IMPOSSIBLE_REPLIES: dict[str, tuple[Change, str]] = {
     "name of 10 MB": (put("labels" * 1_700_000, BIAS), "the name of an array has"),
     "much in an allowed array": (put("lar", np.zeros((100, 30), np.float32)), "at most 10000"),
     "no records": (lambda c: [c.pop(n) for n in list(c)], "arrays missing"),  # type: ignore[dict-item]
-    "second record of arrays": (lambda c: c.__setitem__("more", ArrayRecord()), "a record 'more'"),
-    "second record of metrics": (lambda c: c.__setitem__("more", MetricRecord()), "a record 'more'"),
+    "second record of arrays": (lambda c: c.__setitem__("more", ArrayRecord()), "unexpected record 'more'"),
+    "second record of metrics": (lambda c: c.__setitem__("more", MetricRecord()), "unexpected record 'more'"),
     "cast that is no JSON": (info(CAST, "{"), "narrowed"),
     "deep cast": (info(CAST, "[" * 200_000), "narrowed"),
     "cast null": (info(CAST, "null"), "narrowed"),
@@ -178,7 +181,7 @@ IMPOSSIBLE_REPLIES: dict[str, tuple[Change, str]] = {
     "error that is a number": (info("error", 5), "no message or a wrong stage"),
     "stage that is not a text": (both(info("error", "boom"), info("stage", [1])), "no message or a wrong stage"),
     "error in another stage": (both(info("error", "boom"), info("stage", "=A1")), "a wrong stage"),
-    "fact that nobody asked for": (info("more", "x"), "states 'more'"),
+    "fact that nobody asked for": (info("more", "x"), "unexpected fact 'more'"),
     "metric that was not requested": (metric("evil", 1), "unexpected metric 'evil'"),
     "total without a number of hits": (without("received-correct"), "go together"),
     "hits without a total": (without("received-total"), "go together"),
@@ -422,7 +425,7 @@ def test_pieces_that_are_no_message_are_no_message(kind: str, body: bytes) -> No
         return  # an empty one, which is read as such
     link = pieces_of(honest(), lambda k, b: body if k == kind else b)
     [got] = delivery.arrived(link, ["asked"], 1 << 20)
-    assert got.error.code == delivery.UNREADABLE and "no message" in got.error.reason
+    assert got.error.code == delivery.UNREADABLE and "not a message" in got.error.reason
     assert got.metadata.reply_to_message_id == "asked" and link.confirmed
 
 
@@ -478,20 +481,20 @@ def replaced(at: int, value: Any) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda data: b"", "no message"),
-        (lambda data: data[:4], "no message"),
-        (lambda data: b"\xff" * 8 + data[8:], "no message"),
-        (lambda data: data[:-1], "no message"),
-        (lambda data: data + b"x", "no message"),
-        (listed(lambda found: b"[" * 100_000), "no message"),
-        (listed(lambda found: [1]), "no message"),
-        (listed(lambda found: dict.fromkeys(found, 1)), "no message"),
-        (listed(replaced(0, 5)), "no message"),
-        (listed(replaced(1, "x")), "no message"),
-        (listed(replaced(2, None)), "no message"),
-        (listed(replaced(3, -64)), "no message"),
-        (listed(replaced(3, 1 << 70)), "no message"),
-        (listed(replaced(3, True)), "no message"),
+        (lambda data: b"", "not a message"),
+        (lambda data: data[:4], "not a message"),
+        (lambda data: b"\xff" * 8 + data[8:], "not a message"),
+        (lambda data: data[:-1], "not a message"),
+        (lambda data: data + b"x", "not a message"),
+        (listed(lambda found: b"[" * 100_000), "not a message"),
+        (listed(lambda found: [1]), "not a message"),
+        (listed(lambda found: dict.fromkeys(found, 1)), "not a message"),
+        (listed(replaced(0, 5)), "not a message"),
+        (listed(replaced(1, "x")), "not a message"),
+        (listed(replaced(2, None)), "not a message"),
+        (listed(replaced(3, -64)), "not a message"),
+        (listed(replaced(3, 1 << 70)), "not a message"),
+        (listed(replaced(3, True)), "not a message"),
         (listed(replaced(0, "object")), "dtype"),
         (listed(replaced(1, [1 << 30])), "shape"),
         (listed(replaced(1, ["a"])), "shape"),
@@ -803,13 +806,13 @@ HELLOS: dict[str, tuple[dict[str, Any], str]] = {
     "deep shapes": ({"shapes": "[" * 60_000}, "cannot be read"),
     "side of 2**40": ({"shapes": json.dumps({"head.bias": [2**40]})}, "its shapes are invalid"),
     "array of 2**60": ({"shapes": json.dumps({"head.bias": [2**30, 2**30]})}, "its shapes are invalid"),
-    "long shapes": ({"shapes": json.dumps({"x" * 600_000: [1]})}, "no text of at most"),
+    "long shapes": ({"shapes": json.dumps({"x" * 600_000: [1]})}, "not a text of at most"),
     "no width": ({"width": None}, "its width is None"),
     "width 2**40": ({"width": 2**40}, "its width is"),
     "one class": ({"num_classes": 1}, "its num-classes is 1"),
     "model that is no name": ({"model": "a b\x1b[2J"}, "is not a name"),
     "size x": ({"shape": "x"}, "cannot be read"),
-    "no size": ({"shape": "[0, 8, 8]"}, "not possible"),
+    "no size": ({"shape": "[0, 8, 8]"}, "its sample shape [0, 8, 8] is invalid"),
     "count list": ({"count": [1]}, "its num-examples is [1]"),
     "count inf": ({"count": math.inf}, "its num-examples is inf"),
     "count 1e18": ({"count": 10**18}, "its num-examples is"),

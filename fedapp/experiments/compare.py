@@ -7,7 +7,7 @@
 | `results.csv`      | one row per run                                                                          |
 | `curves.csv`       | one row per run, round and protocol                                                      |
 | `significance.csv` | one row per measure and method: its difference to the reference                          |
-| `again/`           | from three seeds on: Standalone a second time, with the next training seed               |
+| `again/`           | from three seeds on: training alone a second time, with the next training seed           |
 | `again.csv`        | one row per run in it                                                                    |
 | `notes.json`       | alerts and notes                                                                         |
 | `grid.csv`         | with `--grid`: one row per point, its validation score, and whether it was chosen        |
@@ -64,7 +64,7 @@ DEFAULT_SEEDS = 3
 VALIDATION = 0.1
 """Share of the training rows on which `--tune` chooses, where the run-config names none."""
 FEWEST_SEEDS = 3
-"""Seeds from which on Standalone runs a second time."""
+"""Seeds from which on training alone runs a second time."""
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ class Plan:
     datasets, partitions : none = those of the values.   sweep : see :func:`settings_of`.
     points, tune : see :func:`expand`; the tables hold the point of each method that `grid.choose` chose. With `tune`
         the points run with the first seed alone, and the chosen ones with all seeds.
-    reference : label of the method to compare with; default Standalone, which is added where it is absent.
+    reference : label of the method to compare with; default `local`, which is added where it is absent.
     target : accuracy in (0, 1) whose rounds and bytes are counted; None = what the reference ends at.
     """
 
@@ -575,7 +575,7 @@ def run(plan: Plan, out: Path | None, engine: str = "local", workers: int | None
 def with_standalone(
     values: Mapping[str, Any], variants: list[Variant], settings: Mapping[str, Mapping[str, Any]]
 ) -> list[Variant]:
-    """Add Standalone where no variant is one, unless it refuses the settings."""
+    """Add training alone where no variant is it, unless it refuses the settings."""
     single = Variant("local", "local")
     if any(v.method == single.method for v in variants):
         return variants
@@ -586,7 +586,7 @@ def with_standalone(
 
 
 def repeats(jobs: Sequence[Job], out: Path) -> list[Job]:
-    """Return Standalone's runs with the same partition and the next training seed; none for fewer than three seeds.
+    """Return runs of training alone with the same partition and the next training seed; none below three seeds.
 
     They show how many clients gain and lose by chance.
     """

@@ -280,7 +280,7 @@ class RunResult:
 
     @once
     def alone(self) -> bool:
-        """Whether clients receive nothing (Standalone) and have one score, that after local training."""
+        """Whether clients receive no model (training alone) and have one score, after local training."""
         return "trained_accuracy" in self.rounds and (self.out / RUN_MARK).is_file() and self.method == "local"
 
     @once
