@@ -8,6 +8,8 @@ is the score of a run with these keys. Noise on the sum: each client adds its sh
 
 `choice` : the weight of second moments and the least eigenvalue of a scatter, on persons of HAR's training split.
 
+`rows` : rows of features rebuilt from their second moments (`leakage.from_moments`).
+
 `attacks` and `cost` : see `reproduction/studies/leakage.py` and `reproduction/studies/secure_sums.py`.
 
 What the tables need is kept in docs/privacy.json. Without `--data` nothing is measured, and the tables are made of it.
@@ -466,6 +468,34 @@ def attack_table(found: Mapping[str, Sequence[float]]) -> list[str]:
     return ["", *markdown(heads, rows), ""]
 
 
+BODIES = {"cifar10": "pictures, EfficientNet-Lite0", "banking77": "sentences, MiniLM"}
+"""Files of features, and what they are of."""
+
+
+def numbers_of_rows(width: int) -> tuple[int, ...]:
+    """Return how many rows a client has."""
+    return 1, 5, 20, width // 4, width
+
+
+def rebuilt(path: Path, seeds: Sequence[int]) -> dict[str, dict[str, list[float]]]:
+    """Return the likeness of rebuilt rows, by their number, with a list over the seeds."""
+    with np.load(path) as arrays:
+        x = arrays["x"][arrays["split"] == "train"].astype(np.float32)
+    return {
+        str(rows): by_name([leakage.from_moments(x, rows, seed) for seed in seeds])
+        for rows in numbers_of_rows(x.shape[1])
+    }
+
+
+def rows_table(found: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> list[str]:
+    """Build the table of rows that are rebuilt from second moments."""
+    rows = []
+    for file, by_rows in found.items():
+        for score in ("rebuilt", "rotated"):
+            rows.append((BODIES[file], score, *(spread(by_rows[n][score], 1.0, 2) for n in by_rows)))
+    return ["", *markdown("features of|rows|n = 1:|n = 5:|n = 20:|n = d / 4:|n = d:", rows), ""]
+
+
 def cost_table(found: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Build the table of bytes and milliseconds."""
     rows = []
@@ -498,7 +528,8 @@ CHOICES = {"Fed3R, LDA": ("fed3r", "lda"), "CCVR": ("ccvr",)}
 def page(text: str, kept: Mapping[str, Any]) -> str:
     """Return the page with every table that something is kept for."""
     tables: dict[str, Callable[[Any], list[str]]] = {
-        "accuracy": accuracy_tables, "choice": choice_table, "attacks": attack_table, "cost": cost_table,
+        "accuracy": accuracy_tables, "choice": choice_table, "attacks": attack_table, "rows": rows_table,
+        "cost": cost_table,
     }  # fmt: skip
     for name, table in tables.items():
         if name in kept.get("made", {}):
@@ -523,6 +554,8 @@ def measure(part: str, data: Path, seeds: Sequence[int], folder: Path) -> Any:
         return costs()
     if part == "attacks":
         return leakage.attacks(seeds, extractor(data, SOURCES["digits"], 0, folder))
+    if part == "rows":
+        return {file: rebuilt(data / f"{file}.npz", seeds) for file in BODIES}
     if part == "choice":
         return by_name([compared(read_persons(data, seed, folder), seed) for seed in seeds])
 
@@ -538,11 +571,11 @@ def by_name(scores: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     return {name: [round(one[name], 4) for one in scores] for name in scores[0]}
 
 
-PARTS = ("choice", "accuracy", "attacks", "cost")
+PARTS = ("choice", "accuracy", "attacks", "rows", "cost")
 
 
 def main(
-    data: Annotated[Path | None, typer.Option(help="folder with mnist.npz, fashion_mnist.npz and har.npz")] = None,
+    data: Annotated[Path | None, typer.Option(help="folder of the files that a part reads")] = None,
     only: Annotated[str, typer.Option(help=f"parts, with commas (default: {','.join(PARTS)})")] = "",
     seeds: str = ",".join(map(str, SEEDS)),
     kept: Path = DOCS / "privacy.json",

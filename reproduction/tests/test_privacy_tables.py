@@ -86,6 +86,23 @@ def test_images_are_means_over_squares_inside_the_border() -> None:
     assert small.shape == (1, 8, 8) and small[0, 0, 0] == 90 and small[0, 7, 7] == 4 and small.sum() == 94
 
 
+def test_few_rows_are_rebuilt_from_their_second_moments(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = np.maximum(rng.normal(size=(300, 400)), 0).astype(np.float32) ** 2  # sparse, as after ReLU
+    for rows in (1, 5):
+        found = leakage.from_moments(x, rows, 0)
+        assert found["rebuilt"] > 0.95, rows
+    assert found["rotated"] < 0.85
+    true = x[:3].astype(np.float64)
+    assert leakage.likeness(-2 * true[[2, 0, 1]], true) == pytest.approx(1)
+    rotated = leakage.rotated_rows(np.column_stack([true, np.ones(3)]).T @ np.column_stack([true, np.ones(3)]), 3,
+                                   np.zeros(400))  # fmt: skip
+    np.testing.assert_allclose(rotated.T @ rotated, true.T @ true, atol=1e-9)
+    np.savez(tmp_path / "f.npz", x=x[:, :20], split=np.repeat(["train", "test"], [250, 50]))
+    table = privacy.rows_table({"cifar10": privacy.rebuilt(tmp_path / "f.npz", [0, 1])})
+    assert table[3].startswith("| pictures, EfficientNet-Lite0 | rebuilt | 1.00 ± 0.00 | ") and len(table) == 6
+
+
 @pytest.mark.parametrize("method", ["fedgh", "fed3r", "fedncm", "ccvr"])
 def test_a_cell_is_the_score_of_a_run(
     method: str, tiny: Callable[..., RunResult], replies: list[tuple[str, Reply]], monkeypatch: pytest.MonkeyPatch,
