@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,49 +23,45 @@ import torch
 from benchmarks import machine, overhead, report, rounds, server
 from fedapp.engines.resources import usable_cores
 
-Keep = Callable[[dict[str, Any], dict[str, Any]], None]
+Keep = Callable[[dict[str, Any]], None]
 PARTS = ("rounds", "overhead", "server", "gpu")
 """The last part needs a GPU and is left out without one (its small form runs anywhere)."""
 
 
 def measure(
-    parts: list[str], data: Path | None, small: bool, folder: Path, keep: Keep = lambda figures, sections: None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run the parts; return the figures for performance.json and the sections of performance.md.
+    parts: list[str], data: Path | None, small: bool, folder: Path, keep: Keep = lambda figures: None
+) -> dict[str, Any]:
+    """Run the parts; return the figures for performance.json.
 
     Parameters
     ----------
     data : folder with cifar10.npz; None = random images.   small : a form that takes seconds, without Ray, for tests.
     folder : for temporary files.   keep : called after each part with all that is known by then.
     """
-    about, scale = machine.describe(), rounds.SMALL if small else rounds.Scale()
-    speeds = [machine.speeds(threads, small) for threads in sorted({1, 1 if small else usable_cores()})]
-    figures: dict[str, Any] = {"machine": about}
-    sections: dict[str, Any] = {"Machine": [report.machine_text(about, speeds)]}
+    scale = rounds.SMALL if small else rounds.Scale()
+    speeds = [asdict(machine.speeds(n, small)) for n in sorted({1, 1 if small else usable_cores()})]
+    figures: dict[str, Any] = {"machine": machine.describe(), "speeds": speeds}
     if "server" in parts:
-        found = server.measure(server.SMALL if small else server.ROWS, small)
-        figures |= report.server_figures(found)
-        sections["The server's mathematics"] = report.server_table(found)
-        keep(figures, sections)
+        figures |= report.server_figures(server.measure(server.SMALL if small else server.ROWS, small))
+        keep(figures)
     if "overhead" in parts:
         cases = overhead.SMALL if small else overhead.CASES
         seconds, peaks = overhead.measure(folder / "overhead", cases, ray=not small)
-        figures |= {key: statistics.median(values) for key, values in seconds.items()}
+        for key, values in seconds.items():
+            figures |= report.spread(key, values)
         figures |= {key.replace("_seconds", "_peak_bytes"): peak for key, peak in peaks.items()}
-        sections["Overhead of a round"] = report.overhead_table(seconds, peaks)
-        keep(figures, sections)
+        keep(figures)
     if "rounds" in parts:
         times, peaks = rounds.measure(folder / "rounds", data, scale)
         figures |= report.round_figures(times)
         figures |= {f"{name}_peak_bytes": peak for name, peak in peaks.items()}
-        sections["A round of federated learning"] = report.rounds_table(times, peaks)
-        keep(figures, sections)
+        keep(figures)
     if "gpu" in parts and (small or torch.cuda.is_available()):
         shared = rounds.clients_per_second(folder / "gpu", data, scale, (1,) if small else rounds.GPU_WORKERS)
-        figures |= {f"gpu_clients_per_second_{n}": statistics.median(rates) for n, rates in shared.items()}
-        sections["Clients per second on a GPU"] = report.gpu_table(shared)
-        keep(figures, sections)
-    return figures, sections
+        for workers, rates in shared.items():
+            figures |= report.spread(f"gpu_clients_per_second_{workers}", rates)
+        keep(figures)
+    return figures
 
 
 def main() -> None:
@@ -88,7 +84,7 @@ def main() -> None:
     started = time.perf_counter()
     keep = partial(report.write, options.out)  # what was measured stays if a later part is interrupted
     with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder:
-        figures, _ = measure(parts, options.data_dir, options.small, Path(folder), keep)
+        figures = measure(parts, options.data_dir, options.small, Path(folder), keep)
     sys.stdout.write(f"written to {options.out}\n")
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
     sys.stdout.write(f"{(time.perf_counter() - started) / 60:.1f} minutes\n")

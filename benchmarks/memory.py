@@ -1,16 +1,12 @@
-"""Peak memory of a tree of processes (shared pages count once), and of one call in a separate process."""
+"""Peak memory of a tree of processes; shared pages count once."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 
 import psutil
-
-from fedapp.process import peak_memory, reset_peak
 
 
 class Watch:
@@ -42,23 +38,6 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-
-
-def _measure(prepare: Callable[[], Callable[[], object]]) -> int:
-    work = prepare()
-    reset_peak()
-    before = peak_memory()
-    work()
-    return peak_memory() - before
-
-
-def peak_of(prepare: Callable[[], Callable[[], object]]) -> int:
-    """Return the bytes by which the peak memory of a new process grows when it calls what `prepare` returns.
-
-    `prepare` makes the inputs, whose memory does not count. It must be importable by name.
-    """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_measure, prepare).result()
 
 
 def trees(pids: Iterable[int]) -> Iterator[psutil.Process]:

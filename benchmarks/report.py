@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import Speeds
 from benchmarks.pages import markdown, replaced
-from benchmarks.server import FORMS, Found
+from benchmarks.server import Found
 from benchmarks.timing import Times
 
-ORDER = (
-    "A round of federated learning", "Clients per second on a GPU", "Overhead of a round", "The server's mathematics",
-    "Machine",
-)  # fmt: skip
-"""Titles of the measured tables of performance.md, in their order."""
 EMPTY = "# Performance\n\n" + "\n\n".join(f"<!-- table:{n} -->\n<!-- /table:{n} -->" for n in ("targets", "benchmark"))
 
 
@@ -46,27 +41,34 @@ RATIOS = {
 """The alternatives that are compared, the slower first."""
 
 
-def round_figures(times: Times) -> dict[str, float]:
-    """Return the ratios and seconds of benchmark (a)."""
-    return {
-        **{key: times.ratio(slow, fast) for key, (slow, fast) in RATIOS.items() if fast in times.seconds},
-        **{f"{name}_round_seconds": times.median(name) for name in times.seconds},
-    }
+def spread(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """Return the median of a figure's turns, and their range."""
+    return {name: statistics.median(values), f"{name}_range": [min(values), max(values)]}
 
 
-def server_figures(found: list[Found]) -> dict[str, float]:
-    """Return the ratios of benchmark (c)."""
-    figures = {f.row.key: f.speedup for f in found if f.row.key}
+def round_figures(times: Times) -> dict[str, Any]:
+    """Return the ratios and seconds of benchmark (a), with their ranges over turns."""
+    found = {key: times.ratios(slow, fast) for key, (slow, fast) in RATIOS.items() if fast in times.seconds}
+    found |= {f"{name}_round_seconds": seconds for name, seconds in times.seconds.items()}
+    return {name: value for key, values in found.items() for name, value in spread(key, values).items()}
+
+
+def server_figures(found: list[Found]) -> dict[str, Any]:
+    """Return the ratios of benchmark (c), and the rows of its table."""
+    figures: dict[str, Any] = {f.row.key: f.speedup for f in found if f.row.key}
     figures |= {f.row.key.replace("_vs_naive", "_over_floor"): f.over for f in found if f.row.key.startswith("average")}
-    return figures
+    rows = [
+        {"name": f.row.name, "sizes": f.row.sizes, "threads": f.threads, "naive_seconds": f.times.median("naive"),
+         "seconds": f.times.median("ours"), "vs_naive": f.speedup, "over_floor": f.over}
+        for f in found
+    ]  # fmt: skip
+    return {**figures, "server": rows}
 
 
-def _mb(value: float | None) -> str:
-    return "-" if not value else f"{value / 1e6:,.0f}"
-
-
-def _spread(values: list[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
+def _measured(known: Mapping[str, Any], name: str, peak: str) -> tuple[str, str, str]:
+    """Return the cells of a figure in seconds: median, range and peak memory in MB."""
+    low, high = known[f"{name}_range"]
+    return f"{known[name]:.2f}", f"{low:.2f} to {high:.2f}", f"{known[peak] / 1e6:,.0f}" if peak in known else "-"
 
 
 def targets_table(figures: Mapping[str, float]) -> list[str]:
@@ -91,82 +93,83 @@ NAMES = {
 }
 
 
-def rounds_table(times: Times, peaks: Mapping[str, int]) -> list[str]:
+def rounds_table(known: Mapping[str, Any]) -> list[str]:
     """Return the tables of seconds per round and of ratios."""
     seconds = [
-        (name, f"{times.median(key):.2f}", _spread(times.seconds[key]), len(times.seconds[key]), _mb(peaks.get(key)))
+        (name, *_measured(known, f"{key}_round_seconds", f"{key}_peak_bytes"))
         for key, name in NAMES.items()
-        if key in times.seconds
+        if f"{key}_round_seconds" in known
     ]
     ratios = [
-        (f"{NAMES[slow]} / {NAMES[fast]}", f"{times.ratio(slow, fast):.2f}", _spread(times.ratios(slow, fast)))
-        for slow, fast in RATIOS.values()
-        if fast in times.seconds
+        (f"{NAMES[slow]} / {NAMES[fast]}", *_measured(known, key, "")[:2])
+        for key, (slow, fast) in RATIOS.items()
+        if key in known
     ]
     return [
-        *markdown("|seconds a round:|min to max:|turns:|peak memory, MB:", seconds), "",
+        *markdown("|seconds a round:|min to max:|peak memory, MB:", seconds), "",
         *markdown("ratio|median over turns:|min to max:", ratios),
     ]  # fmt: skip
 
 
-def overhead_table(rounds: Mapping[str, list[float]], peaks: Mapping[str, int]) -> list[str]:
+def overhead_table(known: Mapping[str, Any]) -> list[str]:
     """Return the table of seconds per round and memory by payload and number of clients."""
-    return markdown(
-        "case|seconds a round, median:|min to max:|rounds:|peak MB:",
-        [(f"`{k}`", f"{statistics.median(v):.2f}", _spread(v), len(v), _mb(peaks[k])) for k, v in rounds.items()],
-    )
+    names = [name for name in known if name.startswith("overhead_") and name.endswith("_seconds")]
+    rows = [(f"`{name}`", *_measured(known, name, name.replace("_seconds", "_peak_bytes"))) for name in names]
+    return markdown("case|seconds a round, median:|min to max:|peak MB:", rows)
 
 
-def server_table(found: list[Found]) -> list[str]:
+def server_table(known: Mapping[str, Any]) -> list[str]:
     """Return the table of the server's computations."""
-    return markdown(
-        "computation|size|threads:|naive ms:|ours ms:|naive/ours:|ours/floor:|error:|MB naive:|ours:",
-        [
-            (
-                f.row.name, f.row.sizes, f.threads, *(f"{1e3 * f.times.median(n):,.1f}" for n in FORMS),
-                f"{f.speedup:.2f}", f"{f.over:.2f}", "random" if f.error is None else f"{f.error:.0e}",
-                *(_mb(f.memory.get(n)) for n in FORMS),
-            )
-            for f in found
-        ],
-    )  # fmt: skip
+    rows = [
+        (row["name"], row["sizes"] + (f", {row['threads']} threads" if row["threads"] > 1 else ""),
+         *(f"{1e3 * row[name]:,.1f}" for name in ("naive_seconds", "seconds")),
+         *(f"{row[name]:.2f}" for name in ("vs_naive", "over_floor")))
+        for row in known.get("server", ())
+    ]  # fmt: skip
+    return markdown("computation|size|naive ms:|ours ms:|naive/ours:|ours/floor:", rows)
 
 
-def gpu_table(found: Mapping[int, list[float]]) -> list[str]:
+def gpu_table(known: Mapping[str, Any]) -> list[str]:
     """Return the table of clients per second on a GPU."""
-    return markdown(
-        "processes on the GPU:|clients per second:|min to max:",
-        [(workers, f"{statistics.median(rates):.2f}", _spread(rates)) for workers, rates in found.items()],
-    )
+    prefix = "gpu_clients_per_second_"
+    names = [name for name in known if name.startswith(prefix) and not name.endswith("_range")]
+    rows = [(name.removeprefix(prefix), *_measured(known, name, "")[:2]) for name in names]
+    return markdown("processes on the GPU:|clients per second:|min to max:", rows)
 
 
-def machine_text(machine: Mapping[str, Any], speeds: Iterable[Speeds]) -> str:
+def machine_text(known: Mapping[str, Any]) -> list[str]:
     """Describe the machine in one paragraph."""
+    machine, speeds = known["machine"], [Speeds(**speed) for speed in known["speeds"]]
     measured = "; ".join(f"with {s.threads} thread{'s' if s.threads > 1 else ''} {s}" for s in speeds)
-    return (
+    return [
         f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, GPU: {machine['gpu']}, "
         f"{machine['system']}; Python {machine['python']}, torch {machine['torch']}, numpy {machine['numpy']}, BLAS of "
         f"NumPy and SciPy {machine['blas']}, flwr {machine['flwr']}, ray {machine['ray']}. Measured speeds: {measured}."
-    )
+    ]
+
+
+TABLES = {
+    "A round of federated learning": rounds_table,
+    "Clients per second on a GPU": gpu_table,
+    "Overhead of a round": overhead_table,
+    "The server's mathematics": server_table,
+    "Machine": machine_text,
+}
+"""Titles of the measured tables of performance.md, in their order."""
 
 
 def page(text: str, known: Mapping[str, Any]) -> str:
-    """Return performance.md with the tables that the figures and `tables` of performance.json give."""
-    tables: Mapping[str, list[str]] = known["tables"]
-    ordered = [title for title in ORDER if title in tables]
-    lines = "\n\n".join("\n".join([f"### {title}", "", *tables[title]]) for title in ordered)
-    return replaced(replaced(text, "targets", targets_table(known)), "benchmark", [lines])
+    """Return performance.md with the tables that the figures of performance.json give; an empty one has two lines."""
+    made = {title: table(known) for title, table in TABLES.items()}
+    lines = ["\n".join([f"### {title}", "", *table]) for title, table in made.items() if len(table) != 2]
+    return replaced(replaced(text, "targets", targets_table(known)), "benchmark", ["\n\n".join(lines)])
 
 
-def write(folder: Path, figures: Mapping[str, Any], sections: Mapping[str, list[str]]) -> None:
-    """Update the figures and tables of performance.json, and performance.md, which is made if missing.
-
-    Figures and sections that were not measured this time stay. The table of targets covers all figures.
-    """
+def write(folder: Path, figures: Mapping[str, Any]) -> None:
+    """Update performance.json, and performance.md, which is made if missing. Figures that were not measured stay."""
     folder.mkdir(parents=True, exist_ok=True)
     store, place = folder / "performance.json", folder / "performance.md"
-    known = json.loads(store.read_text(encoding="utf-8")) if store.is_file() else {}
-    known |= {**figures, "tables": {**known.get("tables", {}), **sections}}
+    known = {**(json.loads(store.read_text(encoding="utf-8")) if store.is_file() else {}), **figures}
     store.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     text = place.read_text(encoding="utf-8") if place.is_file() else EMPTY
     place.write_text(page(text, known), encoding="utf-8")

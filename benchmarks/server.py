@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import machine
 from benchmarks.machine import Speeds
-from benchmarks.memory import peak_of
 from benchmarks.reference import naive_mix
 from benchmarks.timing import Times, alternate
 from clients.cwfedavg import CwFedAvgHParams
@@ -375,14 +374,12 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Found:
-    """The measurements of a row: seconds are medians, `over` is ours over the floor, memory is in bytes."""
+    """The measurements of a row; `floor` is in seconds."""
 
     row: Row
     times: Times
     threads: int
     floor: float
-    error: float | None
-    memory: dict[str, int]
 
     @property
     def speedup(self) -> float:
@@ -395,12 +392,8 @@ class Found:
         return self.times.median("ours") / self.floor
 
 
-def _prepared(problem: Callable[[], Problem], name: str) -> Callable[[], Any]:
-    return getattr(problem(), name)  # type: ignore[no-any-return]
-
-
 def measure(rows: list[Row], small: bool = False) -> list[Found]:
-    """Measure all rows; unless `small`, also the peak memory of both forms, each in a separate process."""
+    """Measure all rows."""
     process.quiet_blas()
     found = []
     for row in rows:
@@ -408,10 +401,6 @@ def measure(rows: list[Row], small: bool = False) -> list[Found]:
         speeds = machine.speeds(threads, small)
         process.prepare(threads)
         problem = row.problem()
-        error = None if problem.random else difference(problem.naive(), problem.ours())
         times = alternate({form: getattr(problem, form) for form in FORMS}, 1 if small else row.repeats)
-        floor = problem.floor(speeds)
-        del problem
-        peaks = {} if small else {n: peak_of(partial(_prepared, row.problem, n)) for n in FORMS}
-        found.append(Found(row, times, threads, floor, error, peaks))
+        found.append(Found(row, times, threads, problem.floor(speeds)))
     return found

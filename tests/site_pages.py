@@ -82,13 +82,14 @@ GUIDES: dict[str, dict[str, dict[str, str]]] = {
             "How to cite": "citing.md",
             "Architecture": "architecture.md",
             "Contributing": "CONTRIBUTING.md",
-            "Mutation tests": "mutants.md",
             "Changelog": "CHANGELOG.md",
             "Security": "SECURITY.md",
         },
     },
 }
 """Pages written by hand: tab, section, title and place. Pages that this table lacks come last among the guides."""
+LINKED = {"mutants.md"}
+"""Pages outside the navigation, which other pages link (`not_in_nav` in mkdocs.yml)."""
 
 API: dict[str, tuple[str, ...]] = {
     "Runs and models": (
@@ -433,7 +434,7 @@ def _guides() -> dict[str, list[Any]]:
     for tab, sections in GUIDES.items():
         lists = {title: [{k: v} for k, v in pages.items()] for title, pages in sections.items()}
         found[tab] = [*lists.pop("", []), *({title: pages} for title, pages in lists.items())]
-    known = {"index.md", *(p for sections in GUIDES.values() for pages in sections.values() for p in pages.values())}
+    known = {"index.md", *LINKED, *(p for sections in GUIDES.values() for pages in sections.values() for p in pages.values())}
     found["Guides"] += sorted(p.name for p in (ROOT / "docs").glob("*.md") if p.name not in known)
     return found
 

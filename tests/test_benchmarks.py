@@ -24,10 +24,10 @@ from tests.test_features import picture_body
 def test_the_small_form_writes_every_figure(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:
-        figures, sections = bench.measure(list(bench.PARTS), None, True, tmp_path / "work")
+        figures = bench.measure(list(bench.PARTS), None, True, tmp_path / "work")
     finally:
         torch.set_num_threads(threads)
-    report.write(tmp_path, figures, sections)
+    report.write(tmp_path, figures)
     written = json.loads((tmp_path / "performance.json").read_text())
     left_out = {"overhead_"} if figures["machine"]["bf16"] else {"overhead_", "fedavg_vs_reference_bf16"}
     asked = {key for key, *_ in report.TARGETS if not key.startswith(tuple(left_out))}
@@ -35,16 +35,15 @@ def test_the_small_form_writes_every_figure(tmp_path: Path) -> None:
     assert all(written[key] > 0 for key in asked)
     assert written["gpu_clients_per_second_1"] > 0
     page = (tmp_path / "performance.md").read_text()
-    assert all(f"### {title}\n" in page for title in sections)
-    report.write(tmp_path, {"average_over_floor": 1.25}, {"Machine": ["another"]})
+    order = [line for line in page.splitlines() if line.startswith("###")]
+    assert order == [f"### {title}" for title in report.TABLES]
+    report.write(tmp_path, {"average_over_floor": 1.25, "machine": {**figures["machine"], "cores": 77}})
     renewed = (tmp_path / "performance.md").read_text()
-    assert renewed.count("###") == page.count("###"), "tables are replaced, not added"
-    assert "### Machine\n\nanother\n" in renewed and "| at most 1.5 | 1.25 | reached |" in renewed
+    assert [line for line in renewed.splitlines() if line.startswith("###")] == order, "replaced, not added"
+    assert "### Machine\n\n77 cores of " in renewed and "| at most 1.5 | 1.25 | reached |" in renewed
     again = json.loads((tmp_path / "performance.json").read_text())
-    tables = {**written["tables"], "Machine": ["another"]}
-    assert again == {**written, "average_over_floor": 1.25, "tables": tables}, "what was not measured stays"
-    order = [line for line in renewed.splitlines() if line.startswith("###")]
-    assert order == [line for line in page.splitlines() if line.startswith("###")]
+    machine = {**written["machine"], "cores": 77}
+    assert again == {**written, "average_over_floor": 1.25, "machine": machine}, "what was not measured stays"
 
 
 def test_the_page_holds_the_tables_of_what_is_kept() -> None:
@@ -61,7 +60,8 @@ def test_naive_form_and_ours_agree(row: server.Row) -> None:
 
 
 def test_clients_per_second_on_a_gpu() -> None:
-    assert report.gpu_table({4: [5.0, 4.0, 2.5]})[-1] == "| 4 | 4.00 | 2.50 to 5.00 |"
+    known = report.spread("gpu_clients_per_second_4", [5.0, 4.0, 2.5])
+    assert report.gpu_table(known)[2:] == ["| 4 | 4.00 | 2.50 to 5.00 |"]
 
 
 def test_the_keys_of_the_overhead_cases() -> None:

@@ -72,7 +72,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-SHORT = [("sensors", 1), pytest.param("table", 1, marks=pytest.mark.full)]
+SHORT = [(name, 1) for name in TUTORIALS]
 FULL = [pytest.param(name, 0, marks=pytest.mark.slow) for name in TUTORIALS]
 
 
