@@ -434,7 +434,11 @@ def _guides() -> dict[str, list[Any]]:
     for tab, sections in GUIDES.items():
         lists = {title: [{k: v} for k, v in pages.items()] for title, pages in sections.items()}
         found[tab] = [*lists.pop("", []), *({title: pages} for title, pages in lists.items())]
-    known = {"index.md", *LINKED, *(p for sections in GUIDES.values() for pages in sections.values() for p in pages.values())}
+    known = {
+        "index.md",
+        *LINKED,
+        *(p for sections in GUIDES.values() for pages in sections.values() for p in pages.values()),
+    }
     found["Guides"] += sorted(p.name for p in (ROOT / "docs").glob("*.md") if p.name not in known)
     return found
 

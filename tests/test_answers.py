@@ -364,3 +364,13 @@ def test_the_margin_of_all_classes_counts_the_rows_that_it_is_measured_on(
         (run.out / "summary.json").write_text(json.dumps({**summary, "sampled": sampled}))
         (run, *_) = read_comparison(tmp_path).runs
     assert run.resolution(all_classes=True) == 1 / wanted
+
+
+def test_paths_below_the_current_folder_are_printed_as_a_command_there_takes_them(
+    four: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (four / "report.html").touch()
+    assert screen(read_comparison(four)).endswith(f"details  fedapp show {four} --all")
+    monkeypatch.chdir(four.parent)
+    last = [line.split(maxsplit=1) for line in screen(read_comparison(four)).splitlines()[-2:]]
+    assert last == [["report", f"{four.name}/report.html"], ["details", f"fedapp show {four.name} --all"]]

@@ -458,10 +458,11 @@ def report(
     """
     from fedapp import plugins
     from fedapp.results import report as reporting
+    from fedapp.results.directory import short_path
 
     with plugins.only(allow, installed=True):
         page = reporting.write(directory, figures)
-    echo(f"report: {page}")
+    echo(f"report: {short_path(page)}")
     if figures is not None:
         echo(f"figures: {figures.expanduser().absolute()}")
 

@@ -27,7 +27,7 @@ from fedapp.errors import BadRequest, counted, described, raised
 from fedapp.learning.task import ModelSpec
 from fedapp.models import selection
 from fedapp.results import lines
-from fedapp.results.directory import only_writer
+from fedapp.results.directory import only_writer, short_path
 from fedapp.results.runs import NO_TESTS, UNADJUSTED, RunResult, read_json
 from fedapp.results.statistics import percent, privacy
 from fedapp.results.terminal import Screen, announce, echo, print_fitting
@@ -140,6 +140,7 @@ def run_and_report(
         announce(STARTING)
         with Follower() as follower, Session(log=folder / "superlink.log") as session:
             code = run_in(session, config, chosen, follower)
+    folder = short_path(folder)
     if code == 0:
         print_summary(RunResult(folder).summary)
         echo(f"page: fedapp report {shlex.quote(str(folder))}")

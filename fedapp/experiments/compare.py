@@ -49,7 +49,15 @@ from fedapp.experiments import grid, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.models import IDENTITY, head_width, is_own
 from fedapp.results import answers
-from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer, removed_if_empty
+from fedapp.results.directory import (
+    absolute,
+    check_out,
+    check_writable,
+    new_folder,
+    only_writer,
+    removed_if_empty,
+    short_path,
+)
 from fedapp.results.runs import AGAIN, Comparison, RunResult
 from fedapp.results.terminal import announce, echo
 from fedapp.tasks import identity
@@ -635,7 +643,7 @@ def _report(out: Path, finished: Sequence[Job]) -> None:
 
         report.write(out)
     except Exception as e:
-        echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {out} tries again)", err=True)
+        echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {short_path(out)} tries again)", err=True)
 
 
 def differences(jobs: Sequence[Job], tuned: Mapping[str, Sequence[str]] | None = None) -> list[str]:

@@ -7,6 +7,7 @@ one; with one or two seeds there are no words (`results.intervals`).
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from fedapp import registry
 from fedapp.errors import BadRequest, counted
 from fedapp.lazy import pd
 from fedapp.results import intervals
+from fedapp.results.directory import short_path
 from fedapp.results.runs import NO_TESTS, Comparison, RunResult, tells_of
 from fedapp.results.statistics import DASH, mean_and_std, percent, size, tally
 
@@ -421,9 +423,10 @@ def _alert_lines(alerts: Sequence[str], width: int, everything: bool) -> list[st
 
 
 def _paths(comparison: Comparison, everything: bool) -> Iterator[tuple[str, str]]:
-    if (comparison.out / "report.html").is_file():
-        yield "report", str(comparison.out / "report.html")
-    yield ("folder", str(comparison.out)) if everything else ("details", f"fedapp show {comparison.out} --all")
+    out = short_path(comparison.out)
+    if (out / "report.html").is_file():
+        yield "report", str(out / "report.html")
+    yield ("folder", str(out)) if everything else ("details", f"fedapp show {shlex.quote(str(out))} --all")
 
 
 def _table(answer: Answer, width: int, lines: int | None) -> list[str]:

@@ -148,6 +148,13 @@ def absolute(folder: Path) -> Path:
         raise BadRequest(f"{folder}: {e}") from e
 
 
+def short_path(path: Path) -> Path:
+    """Return a path as a command in the current folder takes it: relative where it lies below, else as it is."""
+    with contextlib.suppress(ValueError, OSError):
+        return path.relative_to(Path.cwd())
+    return path
+
+
 def new_folder(root: Path, name: str) -> Path:
     """Make a new folder `root/<name>-<time>`, with a number behind it where that one exists.
 
