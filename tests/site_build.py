@@ -10,7 +10,7 @@ from mkdocs.structure.files import File, Files
 
 from tests import site_pages
 from tests.readme import ROOT
-from tests.site_text import OUTER, relinked, rewritten
+from tests.site_text import OUTER, folded, relinked, rewritten
 
 
 def on_config(config: Any) -> Any:
@@ -33,6 +33,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     page.meta["search"] = site_pages.searched(page.file.src_uri)
     if "one-screen" in markdown:
         page.meta["hide"] = ["toc"]
+    markdown = folded(markdown)
     if page.file.generated_by:
         return markdown
     place = Path(page.file.src_uri)

@@ -16,6 +16,8 @@ import re
 from tests import site_pages
 from tests.readme import ROOT
 
+WIDTH = 76
+"""Characters of a command in one line: more would wrap on a screen of 1,280 pixels."""
 OUTER = {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}
 """Pages at the top of the repository and their place on the site."""
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
@@ -150,3 +152,29 @@ def relinked(text: str, folder: str, here: str) -> str:
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)
     return "".join(part if part.startswith("```") else LINK.sub(put, part) for part in parts)
+
+
+def _lines(command: str) -> str:
+    """Break a long command between its words, never between an option and its value; a comment goes above it."""
+    if len(command) <= WIDTH or command.startswith("#"):
+        return command
+    text, _, comment = command.partition("  # ")
+    words = re.findall(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""", text)
+    parts = re.sub(r"\n(?!-)", " ", "\n".join(words)).split("\n")  # an option with all that follows it
+    before = re.match(" *", text)[0]  # type: ignore[index]
+    lines = [f"{before}# {comment.strip()}"] * bool(comment) + [before + parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) < WIDTH - 2:
+            lines[-1] += f" {part}"
+        else:
+            lines[-1:] = [f"{lines[-1]} \\", f"{before}  {part}"]
+    return "\n".join(lines)
+
+
+def folded(page: str) -> str:
+    """Return a page whose long commands have several lines: a browser would break them within an option."""
+
+    def fold(match: re.Match[str]) -> str:
+        return "\n".join(map(_lines, re.sub(r" *\\\n *", " ", match[0]).split("\n")))
+
+    return re.sub(r"^```(?:console|bash|sh)\n.*?^```", fold, page, flags=re.S | re.M)

@@ -35,7 +35,7 @@ def blocks(text: str) -> Iterator[tuple[str, str, str]]:
 
 def tried(command: str, rounds: int = 0) -> str:
     """Run one command in the current folder and return what it prints; `rounds` = 0 leaves a comparison its length."""
-    program, *words = shlex.split(command)
+    program, *words = shlex.split(command.replace("\\\n", ""))
     if program == "python":
         runpy.run_path(*words, run_name="__main__")
         return ""
