@@ -13,7 +13,9 @@ from benchmarks.pages import markdown, replaced
 from benchmarks.server import Found
 from benchmarks.timing import Times
 
-EMPTY = "# Performance\n\n" + "\n\n".join(f"<!-- table:{n} -->\n<!-- /table:{n} -->" for n in ("targets", "benchmark"))
+EMPTY = "# Performance\n\n" + "\n\n".join(
+    f"<!-- table:{n} -->\n<!-- /table:{n} -->" for n in ("targets", "machines", "benchmark")
+)
 
 
 TARGETS = [
@@ -30,6 +32,10 @@ TARGETS = [
     ("average_over_floor", "averages over the memory floor, 20 x 45 MB", "at most", 1.5),
 ]
 """Figures of performance.json, in words, and the bounds that they are to reach: ratios or seconds."""
+
+
+MACHINES = {"earlier run": "first", "Zen 4": "zen4", "Zen 4, later": "zen4-now", "Intel": "intel"}
+"""Other runs, and the ends of their files' names: performance-first.json."""
 
 
 RATIOS = {
@@ -71,16 +77,29 @@ def _measured(known: Mapping[str, Any], name: str, peak: str) -> tuple[str, str,
     return f"{known[name]:.2f}", f"{low:.2f} to {high:.2f}", f"{known[peak] / 1e6:,.0f}" if peak in known else "-"
 
 
+def _judged(value: float, side: str, bound: float) -> tuple[str, bool]:
+    """Return two digits of a value, or three where rounding would hide the verdict, and whether it is reached."""
+    met, rounded = (v >= bound if side == "at least" else v <= bound for v in (value, round(value, 2)))
+    return f"{value:.{2 if rounded == met else 3}f}", met
+
+
 def targets_table(figures: Mapping[str, float]) -> list[str]:
     """Return the table of targets and measured figures."""
     rows = []
     for key, text, side, bound in TARGETS:
         if (value := figures.get(key)) is not None:
-            # Two digits of the value, or three where rounding would hide the verdict.
-            met, rounded = (v >= bound if side == "at least" else v <= bound for v in (value, round(value, 2)))
-            shown = f"{value:.{2 if rounded == met else 3}f}"
+            shown, met = _judged(value, side, bound)
             rows.append((f"{text} (`{key}`)", f"{side} {bound:g}", shown, "reached" if met else "not reached"))
     return markdown("figure|target:|measured:|", rows)
+
+
+def machines_table(runs: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the table of the same figures in other runs, by what the runs are called."""
+    rows = [
+        (key, f"{side} {bound:g}", *(_judged(run[key], side, bound)[0] if key in run else "" for run in runs.values()))
+        for key, _, side, bound in TARGETS
+    ]
+    return markdown("|".join(["figure", "target:", *(f"{name}:" for name in runs)]), [(f"`{k}`", *r) for k, *r in rows])
 
 
 NAMES = {
@@ -158,11 +177,14 @@ TABLES = {
 """Titles of the measured tables of performance.md, in their order."""
 
 
-def page(text: str, known: Mapping[str, Any]) -> str:
+def page(text: str, known: Mapping[str, Any], folder: Path) -> str:
     """Return performance.md with the tables that the figures of performance.json give; an empty one has two lines."""
     made = {title: table(known) for title, table in TABLES.items()}
     lines = ["\n".join([f"### {title}", "", *table]) for title, table in made.items() if len(table) != 2]
-    return replaced(replaced(text, "targets", targets_table(known)), "benchmark", ["\n\n".join(lines)])
+    files = {name: folder / f"performance-{end}.json" for name, end in MACHINES.items()}
+    others = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
+    text = replaced(replaced(text, "targets", targets_table(known)), "machines", machines_table(others))
+    return replaced(text, "benchmark", ["\n\n".join(lines)])
 
 
 def write(folder: Path, figures: Mapping[str, Any]) -> None:
@@ -172,4 +194,4 @@ def write(folder: Path, figures: Mapping[str, Any]) -> None:
     known = {**(json.loads(store.read_text(encoding="utf-8")) if store.is_file() else {}), **figures}
     store.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     text = place.read_text(encoding="utf-8") if place.is_file() else EMPTY
-    place.write_text(page(text, known), encoding="utf-8")
+    place.write_text(page(text, known, folder), encoding="utf-8")

@@ -49,7 +49,7 @@ def test_the_small_form_writes_every_figure(tmp_path: Path) -> None:
 def test_the_page_holds_the_tables_of_what_is_kept() -> None:
     docs = Path(__file__).parents[1] / "docs"
     text, kept = (Path(docs, f"performance.{kind}").read_text(encoding="utf-8") for kind in ("md", "json"))
-    assert report.page(text, json.loads(kept)) == text, "run: make bench"
+    assert report.page(text, json.loads(kept), docs) == text, "run: make bench"
 
 
 @pytest.mark.parametrize("row", server.SMALL, ids=lambda row: row.name)
