@@ -1,7 +1,7 @@
 """The tables of docs/har.md: `python -m reproduction study har --data har.npz --out runs/har --doc docs/har.md`.
 
 Two comparisons of the recipe `har`. `levels` trains on all training rows, as the reference implementation whose scores
-its table has too. `methods` has all methods and chooses the round by validation rows; docs/har.jsonl keeps the correct
+its table has too. `methods` has all methods and chooses the round by validation rows. docs/har.jsonl keeps the correct
 test rows of each client. Finished runs are not run again, so the command can be stopped and started at any time.
 Without `--data` nothing is run, and the tables are made of the finished runs and of the kept ones.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -44,27 +44,34 @@ LEVELS = {
 
 
 class Kept(Entry):
-    """The test rows of each client in a run, in the order of their ids: how many, and how many are correct."""
+    """The test rows of each client in a run, in the order of their ids: how many, and how many are correct.
+
+    Runs of `levels` also have them after the local training of the last round, before the server averaged (`last`).
+    """
 
     method: str
     seed: int
     total: tuple[int, ...]
     received: tuple[int, ...]
     trained: tuple[int, ...]
+    last: tuple[int, ...] | None = None
 
-    def counts(self, score: Score) -> pd.DataFrame:
+    def counts(self, score: Score | Literal["last"]) -> pd.DataFrame:
         """Return `correct` and `total` by client."""
         return pd.DataFrame({"correct": getattr(self, score), "total": self.total})
 
-    def accuracies(self, score: Score) -> pd.Series:
+    def accuracies(self, score: Score | Literal["last"]) -> pd.Series:
         """Return each client's accuracy."""
         return self.counts(score).pipe(lambda table: table["correct"] / table["total"])
 
 
-def kept_of(run: RunResult) -> Kept:
+def kept_of(run: RunResult, part: str) -> Kept:
     """Return the line of a finished run."""
     table = run.final.sort_values("client")
     columns = {name: table[f"{name}_correct"].tolist() for name in ("received", "trained")}
+    if part == "levels":
+        rows = run.clients[run.clients["round"] == run.clients["round"].max()].sort_values("client")
+        columns["last"] = rows["trained_correct"].tolist()
     return Kept(method=run.method, seed=run.seed, total=table["trained_total"].tolist(), **columns)
 
 
@@ -91,29 +98,18 @@ def found(folder: Path) -> dict[str, list[RunResult]]:
     return {name: runs[name] for name in recipes.shipped()["har"].rows if name in runs}
 
 
-def trained_at_the_end(run: RunResult) -> pd.Series:
-    """Return each client's accuracy after the local training of the last round, before the server averaged."""
-    rows = run.clients[run.clients["round"] == run.clients["round"].max()]
-    return rows.set_index("client")["trained_accuracy"]
-
-
-def final(run: RunResult, score: str) -> pd.Series:
-    """Return each client's final accuracy."""
-    return run.final.set_index("client")[f"{score}_accuracy"]
-
-
 def both(scores: Sequence[Any]) -> str:
     """Write mean over clients and mean of their worst 10 %, each mean ± std over seeds; scores by seed and client."""
     return f"{spread(np.mean(s) for s in scores)} / {spread(worst(s)[1] for s in scores)}"
 
 
-def levels_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
+def levels_table(runs: Sequence[Kept]) -> list[str]:
     """Build the table next to the reference implementation."""
     rows = []
     for name, theirs in LEVELS.items():
-        if here := runs.get(name, ()):
-            received = DASH if name == "local" else both([final(r, "received") for r in here])
-            ends, trained = both([trained_at_the_end(r) for r in here]), both([final(r, "trained") for r in here])
+        if here := [run for run in runs if run.method == name]:
+            received = DASH if name == "local" else both([run.accuracies("received") for run in here])
+            ends, trained = (both([run.accuracies(score) for run in here]) for score in ("last", "trained"))
             rows.append((registry.get(name).title, received, theirs[0], ends, theirs[1], trained))
     return markdown("method|received|reference|trained, last round|reference|trained, next round", rows)
 
@@ -152,6 +148,12 @@ def methods_table(runs: Sequence[Kept]) -> list[str]:
     ]  # fmt: skip
 
 
+def tables(lines: Sequence[Kept]) -> dict[str, list[str]]:
+    """Build both tables of the page, by name."""
+    levels, methods = ([one for one in lines if (one.last is None) == whole] for whole in (False, True))
+    return {"levels": levels_table(levels), "all-methods": methods_table(methods)}
+
+
 def main(
     data: Annotated[Path | None, typer.Option(help="har.npz (default: run nothing, read what is there)")] = None,
     out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs/har"),
@@ -161,10 +163,10 @@ def main(
 ) -> int:
     """Run what is asked for and write the tables."""
     code = run(data, out, workers) if data else 0
-    done = [kept_of(one) for runs in found(out / "methods").values() for one in runs]
-    lines = list({(one.method, one.seed): one for one in [*load(kept), *done]}.values())
-    write_text(kept, "".join(f"{one.model_dump_json()}\n" for one in lines))
-    for name, table in {"levels": levels_table(found(out / "levels")), "all-methods": methods_table(lines)}.items():
+    done = [kept_of(one, part) for part in PARTS for runs in found(out / part).values() for one in runs]
+    lines = list({(one.last is None, one.method, one.seed): one for one in [*load(kept), *done]}.values())
+    write_text(kept, "".join(f"{one.model_dump_json(exclude_none=True)}\n" for one in lines))
+    for name, table in tables(lines).items():
         if doc and len(table) > 2:
             doc.write_text(replaced(doc.read_text(encoding="utf-8"), name, table), encoding="utf-8")
         elif not doc:

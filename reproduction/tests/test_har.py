@@ -66,11 +66,12 @@ def test_one_command_runs_both_comparisons_and_makes_the_tables(
     )
 
 
-def test_the_page_holds_the_table_of_the_kept_runs() -> None:
+def test_the_page_holds_the_tables_of_the_kept_runs() -> None:
     text = (har.DOCS / "har.md").read_text(encoding="utf-8")
-    lines = har.methods_table(har.load(har.DOCS / "har.jsonl"))
-    assert len(lines) == 2 + 21 + 2
-    assert replaced(text, "all-methods", lines) == text, "run: python -m reproduction study har --doc docs/har.md"
+    tables = har.tables(har.load(har.DOCS / "har.jsonl"))
+    assert {name: len(lines) for name, lines in tables.items()} == {"levels": 2 + 4, "all-methods": 2 + 21 + 2}
+    for name, lines in tables.items():
+        assert replaced(text, name, lines) == text, "run: python -m reproduction study har --doc docs/har.md"
 
 
 def test_every_method_has_a_row_in_the_recipe() -> None:
