@@ -95,7 +95,7 @@ class FedClient(PositionalClient):
     private_logits: ClassVar[bool] = False
     """Whether a client adds logits of its own to those of the head."""
     alone: ClassVar[bool] = True
-    """Whether the stored model alone predicts what `score` counts, so that it can be used without the client.
+    """Whether the stored model alone makes the predictions of `score`, so that it can be used without the client.
 
     A class with a `score` of its own has False, unless it states True.
     """
@@ -162,7 +162,7 @@ class FedClient(PositionalClient):
         selection.merge(self.model, self.reference)
 
     def before_training(self, payload: Payload) -> None:
-        """Prepare the round, for example by copying what the loss refers to."""
+        """Prepare the round, for example by copies for the loss."""
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return the loss of one batch, a scalar in nats: mean cross-entropy."""
@@ -253,7 +253,7 @@ class FedClient(PositionalClient):
         return [Phase(self.step_loss, self.training)]
 
     def train_locally(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
-        """Run the local training of the round; return what `after_training` returns. The report is in `self.report`."""
+        """Run the local training of the round; return `after_training()`. The report is in `self.report`."""
         drop_statistics(self.model, self.task.buffers)
         self.before_training(payload)
         self.report = self.run_phases()
@@ -268,7 +268,7 @@ class FedClient(PositionalClient):
         return report
 
     def run_phase(self, phase: Phase) -> TrainReport:
-        """Train what a phase names, and nothing else."""
+        """Train only the parameters of a phase."""
         model = self.model if phase.model is None else phase.model
         x, y = (self.task.x_train, self.task.y_train) if phase.rows is None else phase.rows
         with contextlib.ExitStack() as stack:
@@ -292,7 +292,7 @@ class FedClient(PositionalClient):
         return plain and fixed and same and type(self.model).forward is SplitModel.forward
 
     def _private(self, spec: TrainingSettings, rows: int) -> NoisySteps | None:
-        """Return what makes the steps of a training private, after it is booked; None without DP-SGD."""
+        """Book the steps of a training and return their DP-SGD mechanism; None without DP-SGD."""
         count = len(batch_slices(rows, spec.batch_size))
         if self.releaser is None or not self.releaser.privacy.sgd or not count or spec.local_epochs < 1:
             return None
@@ -301,7 +301,7 @@ class FedClient(PositionalClient):
         return self.releaser.training(count, spec.local_epochs, numbers, booked=not self.scoring)
 
     def tuning(self) -> Sequence[Phase]:
-        """Return the parts of the fine-tuning of what was received, before the score `tuned` after the last round.
+        """Return the parts of the fine-tuning of the received model, before the score `tuned` after the last round.
 
         A method that defines this has that score, and it is the headline. The phases draw from a purpose of their own.
         """
@@ -314,7 +314,7 @@ class FedClient(PositionalClient):
 
     @classmethod
     def tunes(cls) -> bool:
-        """Whether clients fine-tune a copy of what they received before their last score."""
+        """Whether clients fine-tune a copy of the received model before their last score."""
         return cls.tuning is not FedClient.tuning
 
     # ---- one exchange --------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ class FedClient(PositionalClient):
 
         Parameters
         ----------
-        payload : what the server sends a newcomer in `server_round`.
+        payload : payload to a newcomer in `server_round`.
         protocol : name of the score.   epochs : of local training before it; 0 = the model as received.
         """
         self.round = server_round
@@ -545,7 +545,7 @@ class FedClient(PositionalClient):
         return self.stored if self.starts_from_state else None
 
     def _looks(self) -> bool:
-        """Whether the method may look at the model before it has what the server sent."""
+        """Whether the method may look at the model before it has the received arrays."""
         return type(self).receive is not FedClient.receive
 
     def state(self) -> Arrays:
@@ -566,7 +566,7 @@ class FedClient(PositionalClient):
         return self.model if hasattr(self, "model") else skeleton(type(self), self.task.spec(0), self.hparams)
 
     def register(self) -> tuple[dict[str, Any], dict[str, Scalar]]:
-        """Return what this client states about itself: sample count, model and shared shapes, never class counts."""
+        """Return the registration of this client: sample count, model and shared shapes, never class counts."""
         check_training(self)
         model = skeleton(type(self), self.task.spec(0), self.hparams)
         state = model.state_dict()

@@ -209,7 +209,7 @@ class ServerContext:
 
 
 Blend: TypeAlias = tuple[list[int], NDArray[np.float64], str]
-"""Client ids, A (n, n) with A[i, j] the share of client j in what client i gets next, and a phrase that says how."""
+"""Client ids, A (n, n) with A[i, j] the share of client j in the next payload of client i, and the rule in words."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Sums:
 
     Attributes
     ----------
-    weights : what arrays are averaged by: `samples`, n_k, or `uniform`, all alike; empty where none are.
+    weights : weights of averaged arrays: `samples`, n_k, or `uniform`, all alike; empty where none are.
     totals : prefixes of arrays that are not averaged but add up: sums over samples.
     rows : name of an array with one row for each class in `labels`, averaged class by class over the clients that have
         it; empty = there is none.   counts : name of the counts by which it is averaged; empty = clients are equal.
@@ -328,7 +328,7 @@ class Method:
     metrics : its other numbers. The server refuses a reply with a number that neither names.
     linear : whether logits are the linear head's, on what `head_input` makes of a representation; only such a head can
         be calibrated by another method.
-    head : what the server must know of the head, in an app whose layers have other names: `shape`, its classes C and
+    head : facts of the head for the server, in an app whose layers have other names: `shape`, its classes C and
         width d; `names`, which arrays are the head's; `none`, for a server that treats all layers alike.
     warn : `warn(hparams, optimizer, augment)` returns a warning if the settings are known not to work together, else
         None.

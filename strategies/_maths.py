@@ -14,7 +14,7 @@ class Maths:
 
     Attributes
     ----------
-    method, hparams : the method and its hyperparameters.   context : what `init` was given.
+    method, hparams : the method and its hyperparameters.   context : the argument of `init`.
     """
 
     records: ClassVar[tuple[str, ...]] = ()
@@ -42,7 +42,7 @@ class Maths:
         return ((client, self.send(state, server_round, client)) for client in clients)
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Return what is wrong with a reply besides names, shapes and NaN, or None."""
+        """Return the fault of a reply besides names, shapes and NaN, or None."""
         return None
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:

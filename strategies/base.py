@@ -45,7 +45,7 @@ class Strategy(Maths, FlowerStrategy):
     Parameters
     ----------
     method, hparams : the method and its hyperparameters.
-    flower : what `FlowerStrategy` takes: the run's policy, and settings of Flower's own loop.
+    flower : arguments of `FlowerStrategy`: the run's policy, and settings of Flower's own loop.
     """
 
     def __init__(self, method: Method, hparams: Any, **flower: Any) -> None:

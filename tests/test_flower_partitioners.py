@@ -1,4 +1,4 @@
-"""Partitioners of flwr-datasets by name: who holds what is the library's, and rows, seeds and errors are ours."""
+"""Partitioners of flwr-datasets by name: the assignment is the library's; rows, seeds and errors are ours."""
 
 from __future__ import annotations
 

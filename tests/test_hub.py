@@ -195,7 +195,7 @@ def test_data_of_ones_own_fetch_no_picture(path: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         place = at(tmp_path, 4, path.format(server.getsockname()[1]))
-        with pytest.raises(BadRequest, match=r"row 4 has a picture .*from where nothing is fetched"):
+        with pytest.raises(BadRequest, match=r"row 4 has a picture .*nothing is fetched from"):
             load("hf", place, DataSettings(columns="x=photo y=activity client=person"))
         with pytest.raises(BlockingIOError):
             server.accept()

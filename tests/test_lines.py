@@ -93,13 +93,13 @@ def test_a_run_that_was_lost_names_the_command_that_continues_it(
 
     ray.append(lost)
     assert on_ray(SMALL, out) == 1
-    said = f"its complete rounds are kept: fedapp run --resume '{out}' goes on"
+    said = f"complete rounds are kept; to continue: fedapp run --resume '{out}'"
     shown = capsys.readouterr()
     assert "No heartbeat received" in shown.out and shown.err.splitlines()[-2:] == [f"results: {out}", said]
     ray[0] = lambda config: write_json(out / "error.json", {"message": "a fault of its own"}) or 1
-    assert on_ray(local.resumed(out, {}), out) == 1 and "goes on" not in capsys.readouterr().err
+    assert on_ray(local.resumed(out, {}), out) == 1 and "to continue" not in capsys.readouterr().err
     ray[0] = lambda config: 1
-    assert on_ray(SMALL, tmp_path / "none") == 1 and "goes on" not in capsys.readouterr().err, "nothing was kept"
+    assert on_ray(SMALL, tmp_path / "none") == 1 and "to continue" not in capsys.readouterr().err, "nothing was kept"
 
 
 def test_a_resume_of_a_run_that_is_active_is_refused_before_ray_starts(

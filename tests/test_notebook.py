@@ -289,5 +289,5 @@ def test_a_comparison_that_fails_says_so(
     tmp_path: Path, in_turn: list[str], no_page: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.conftest.run_local", lambda config: 1 / 0)
-    with pytest.raises(RuntimeError, match="is not complete: the lines above say why"):
+    with pytest.raises(RuntimeError, match="is not complete: see the lines above"):
         compare("local", out=tmp_path / "one", rounds=1, clients=3, data_fraction=0.3, seeds=1)

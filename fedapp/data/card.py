@@ -1,4 +1,4 @@
-"""The data card: what the clients of a partition hold, and what guessing would score."""
+"""The data card: classes and sizes of the clients of a partition, and the scores of guessing."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ FEW = 8
 
 @dataclass(frozen=True, eq=False)
 class DataCard:
-    """What the clients hold, and what guessing would score.
+    """Classes and sizes of the clients, and the scores of guessing.
 
     Attributes
     ----------
-    dataset, partition : which data, and who holds what.
+    dataset, partition : the data and their assignment to clients.
     train, test : int64 (K, C): images per client and class.
     majority : float64 (K,): accuracy on the client's test split of always answering the client's most frequent training
         class (the first one if several are), in 0 .. 1; nan for a client without test images.
@@ -39,7 +39,7 @@ class DataCard:
     public : training images that are held back from the clients as a public set.
     validation : images that the clients hold out from training to choose settings by.
     untrained : classes without a training row at any client.
-    sizes : where clients' samples differ in size, each size and whose it is.
+    sizes : where clients' samples differ in size, each size and its clients.
     """
 
     dataset: Dataset
@@ -98,7 +98,7 @@ class DataCard:
     def text(self, max_classes: int = 26, max_clients: int = SHOWN, seed: str = "") -> str:
         """Return the card as plain text: a line per client, a column per class with its training rows (``.``: none).
 
-        Names of classes and clients come from files: what is not printed as itself is an escape.
+        Names of classes and clients come from files: other characters become escapes.
 
         Parameters
         ----------
@@ -202,7 +202,7 @@ def _sizes(dataset: Dataset) -> tuple[str, ...]:
 
 
 def data_card(dataset: Dataset, partition: Partition) -> DataCard:
-    """Count what the clients of a partition hold.
+    """Count the rows of the clients of a partition.
 
     Raises
     ------

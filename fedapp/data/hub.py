@@ -196,7 +196,7 @@ def _content(place: str, cell: Mapping[str, Any]) -> bytes:
     *archives, last = path.split("::")
     near = is_local_path(last) or (place.startswith(HUB) and last.startswith("hf://"))
     if not near or not all(hop.startswith("zip://") for hop in archives):
-        raise ValueError(f"it lies at {path}, from where nothing is fetched")
+        raise ValueError(f"nothing is fetched from {path}")
     if not archives and is_local_path(last) and not Path(last).is_file():
         raise ValueError(f"there is no file {last}")  # a device or a pipe would be read without end
     with xopen(path, "rb") as stream:

@@ -46,7 +46,7 @@ def by_client(dataset: Dataset, settings: DataSettings) -> Partition:
     if dataset.owners is None:
         raise BadRequest(
             f"partition = 'by-client' needs a column client, which {dataset.name} does not have: add one entry per row "
-            "that says whose it is, or choose a drawn partition such as dirichlet"
+            "with its client, or choose a drawn partition such as dirichlet"
         )
     if split not in SPLITS:
         raise BadRequest(f"split = '{split}' does not go with by-client{suggest_choice(split, SPLITS)}")
@@ -98,7 +98,7 @@ class _File(BaseModel):
 
 
 def from_file(dataset: Dataset, path: Path) -> Partition:
-    """Read who holds what from an index file.
+    """Read the partition from an index file.
 
     Raises
     ------

@@ -109,7 +109,7 @@ class ClientSplit:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Who holds what.
+    """An assignment of rows to clients.
 
     Attributes
     ----------

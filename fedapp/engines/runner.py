@@ -146,7 +146,7 @@ def run_and_report(
         echo(f"page: fedapp report {shlex.quote(str(folder))}")
     echo(f"results: {folder}", err=code != 0)
     if code and any((folder / "checkpoint").glob("*")) and not (folder / "error.json").exists():
-        echo(f"its complete rounds are kept: fedapp run --resume {shlex.quote(str(folder))} goes on", err=True)
+        echo(f"complete rounds are kept; to continue: fedapp run --resume {shlex.quote(str(folder))}", err=True)
     return code
 
 

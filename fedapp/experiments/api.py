@@ -84,7 +84,7 @@ def compare(
         plan = comparing.Plan(values, chosen, datasets=data, partitions=ways, **given)
         code = comparing.run(plan, folder, engine, workers)
     if code:
-        raise RuntimeError(f"the comparison in {folder} is not complete: the lines above say why")
+        raise RuntimeError(f"the comparison in {folder} is not complete: see the lines above")
     return read_comparison(folder)
 
 

@@ -4,7 +4,7 @@
 |------------|-------------------------------------------------------------|--------------------------------------|
 | `trained`  | with `keep-models` the model that `trained_accuracy` of     | `personal.safetensors` of the node   |
 |            | final.csv scores; else its model after its last training    |                                      |
-| `received` | with `keep-models` what `received_accuracy` scores          | `received.safetensors` of the node   |
+| `received` | with `keep-models` the model of `received_accuracy`         | `received.safetensors` of the node   |
 
 With `final-training = false` the model after the last training is the one that final.csv scores. With `select =
 validation` the chosen round replaces the last one. Without a client it is
@@ -154,7 +154,7 @@ def _number(run: RunResult, config: RunConfig, client: int | str) -> int:
 
 
 def _scored_round(run: RunResult) -> int:
-    """Return the round whose models final.csv scores: the last one, or the one that validation images chose."""
+    """Return the round whose models final.csv scores: the last one, or the one chosen on validation rows."""
     last = int(run.rounds["round"].max()) if len(run.rounds) else 0
     return int(run.summary.get("round") or last)
 

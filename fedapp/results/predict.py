@@ -52,7 +52,7 @@ FILES = {"trained": "personal.safetensors", "received": "received.safetensors", 
 
 
 def described(inputs: InputSpec, classes: Sequence[str]) -> dict[str, object]:
-    """Return what a stored model needs to know of the data, as JSON values."""
+    """Return the facts of the data that a stored model needs, as JSON values."""
     names = ("shape", "kind", "scale", "mean", "std", "binary", "features", "columns")
     values = {name: getattr(inputs, name) for name in names} | {"classes": tuple(classes)}
     values |= {BODY: inputs.body, "extraction": json.loads(inputs.extraction or "{}")} if inputs.body else {}
@@ -86,7 +86,7 @@ def keep(
 
 
 def built_from(config: RunConfig, model: str, settings: ModelSettings, unit: bool) -> dict[str, object]:
-    """Return what a stored model needs of the configuration so that it can be built again, as JSON values."""
+    """Return the settings that build a stored model again, as JSON values."""
     return {
         "method": config.federation.method,
         "method-args": config.federation.method_args,
@@ -348,7 +348,7 @@ def _check_code(path: Path, name: str, noted: Mapping[str, str], allow: str) -> 
 
 
 def _check_sizes(path: Path, spec: ModelSpec, classes: Sequence[str], arrays: Arrays) -> None:
-    """Compare the sizes that a header names with what the file holds, before anything so large is made.
+    """Compare the sizes in a header with those of the file, before anything so large is made.
 
     Raises
     ------

@@ -54,7 +54,7 @@ PROTOCOL_TEXT = {
 }
 """The meaning of each protocol in all tables and figures."""
 UNADJUSTED = "global: the head of all clients, before each of them adjusts it to its own class shares"
-"""What `global` is of in runs whose clients adjust the head that they receive."""
+"""The meaning of `global` in runs whose clients adjust the received head."""
 ONE_SCORE = "Training alone receives no model, so it has one score: after local training."
 PAIRED = "Differences in received are to its model before the last training."
 TUNED_PAIRS = "Differences in tuned are to the trained model of a reference that does not fine-tune."
@@ -110,7 +110,7 @@ def refuse(path: Path, said: str) -> None:
 
     Raises
     ------
-    BadRequest : `said` says what is wrong with it.
+    BadRequest : `said` names the fault.
     """
     if said:
         raise BadRequest(f"{path} is damaged ({said}): take another copy of {path.parent}, or remove it and run again")
@@ -164,7 +164,7 @@ class RunResult:
     out : the run directory.
     label : in a comparison the method's id with its own values, `fedprox(mu=0.1)`; else the id.
     setting : in a comparison the run-config keys in which its settings differ, without those of the method.
-    known : what was read of the directory so far, by attribute.
+    known : values that were read from the directory so far, by attribute.
     rounds, clients : `rounds.csv` and `clients.csv`, one row per round, and one row per client and round.
     evaluations : `evaluations.csv`, one row per evaluation of all clients between rounds.
     final : `final.csv`, one row per client, scored after the last round.
@@ -442,7 +442,7 @@ class RunResult:
 
     @property
     def privacy(self) -> dict[str, Any]:
-        """What the run states of what left its clients; empty without `dp`."""
+        """The privacy statement of the run; empty without `dp`."""
         return dict(self.summary.get("privacy") or {})
 
     @property

@@ -51,7 +51,7 @@ class FederatedData:
 
     Attributes
     ----------
-    dataset, partition : the data and who holds what.
+    dataset, partition : the data and their assignment to clients.
     sizes : how the images are normalised, unless each client does it by itself; always their shape and scale. One,
         or where clients' samples differ in size, one for each of the data set's parts.
     seed : of the data (`RunConfig.data_seed`).

@@ -66,7 +66,7 @@ QUADRATIC = (0.7, 0.2)
 
 @dataclass(frozen=True)
 class Setting:
-    """A data set's features and who holds what.
+    """A data set's features and their assignment to clients.
 
     Attributes
     ----------
