@@ -355,5 +355,5 @@ def _accuracies(found: dict[str, list[RunResult]]) -> Rows:
             f"{np.mean(rounds):.1f}" if all_reach else "not by all",
             f"{np.mean(sizes) / 1e6:.3g}" if all_reach else "-",
         ]
-    columns = ["received", "trained", "balanced received", "worst client"]
+    columns = ["received", "trained", "received, all classes", "worst client"]
     return [*columns, f"rounds to {100 * target:.1f} %", "MB to it"], rows
