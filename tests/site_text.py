@@ -172,9 +172,12 @@ def _lines(command: str) -> str:
 
 
 def folded(page: str) -> str:
-    """Return a page whose long commands have several lines: a browser would break them within an option."""
+    """Return a page whose long commands have several lines: a browser would break them within an option.
+
+    They become `sh`: in `console` a comment would have the colours of a command.
+    """
 
     def fold(match: re.Match[str]) -> str:
-        return "\n".join(map(_lines, re.sub(r" *\\\n *", " ", match[0]).split("\n")))
+        return "```sh\n" + "\n".join(map(_lines, re.sub(r" *\\\n *", " ", match[1]).split("\n")))
 
-    return re.sub(r"^```(?:console|bash|sh)\n.*?^```", fold, page, flags=re.S | re.M)
+    return re.sub(r"^```(?:console|bash|sh)\n(.*?^```)", fold, page, flags=re.S | re.M)
