@@ -454,7 +454,7 @@ class Run(Setup):
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:
             raise BadRequest(
-                f"the data are split differently from what {counted(self.done, 'round')} trained on "
+                f"the data are split differently from those of {counted(self.done, 'round')} before "
                 f"(another number of clients, or other "
                 f"files in data-dir): resume with the settings of {self.out / 'config.toml'}, or start a new run"
             )

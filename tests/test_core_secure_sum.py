@@ -380,7 +380,7 @@ def test_the_noise_of_a_sum_is_enough_after_the_worst_drop_out(n: int, t: int, m
         for left in itertools.combinations(range(n), size)
     )
     assert honest == pytest.approx(1, abs=1e-12)
-    with pytest.raises(ValueError, match="hides no one"):
+    with pytest.raises(ValueError, match="hides no client"):
         noise_share(n, m + 1, m)
 
 

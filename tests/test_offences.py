@@ -329,7 +329,7 @@ def test_the_second_time_the_run_begins_anew_and_so_do_the_clients(
     settings = {**FEW, "method": "fedper"}
     run = federate(tmp_path / "run", [0, 1, 2], lie, rounds=5, **settings)
     first, second = (text for text in run.summary["warnings"] if "taken back" in text)
-    assert first.startswith("the update before round 4") and second.startswith("what came before round 4")
+    assert first.startswith("the update before round 4") and second.startswith("everything before round 4")
     of_four = [after for client, after in read if client == "4"]
     assert of_four[:5] == [1, 2, 3, 2, 4], "rounds 2, 3, 4 and 4 again; the third time from nothing; round 5"
     assert "blocked" not in run.summary and run.summary["ok"]
@@ -352,7 +352,7 @@ def test_a_resumed_run_goes_back_as_far_past_a_void_round(tmp_path: Path, monkey
     lie = times("train", "3", 1, nan_arrays)
     resumed = federate(tmp_path / "part", [0, 1, 2], lie, rounds=3, resume=True, **settings)
     taken = [[text for text in r.summary["warnings"] if "taken back" in text] for r in (straight, resumed)]
-    assert taken[0] == taken[1] and taken[0][0].startswith("what came before round 3")
+    assert taken[0] == taken[1] and taken[0][0].startswith("everything before round 3")
     states = [checkpoint.load(r.out / "checkpoint", 3)[1]["model"] for r in (straight, resumed)]
     assert all(np.array_equal(states[0][name], array) for name, array in states[1].items())
 
@@ -371,7 +371,7 @@ def test_a_resumed_run_goes_back_to_the_beginning_where_the_earlier_state_is_gon
         for rounds in parts:
             given = {**settings, "rounds": rounds, "resume": rounds != parts[0]}
             run = federate(tmp_path / name, [0, 1, 2], lambda kind, r: second(kind, first(kind, r)), **given)  # type: ignore[arg-type]  # noqa: B023
-        assert "what came before round 6" in run.summary["warnings"][-1]
+        assert "everything before round 6" in run.summary["warnings"][-1]
         found.append(state_after(run)["model"])
     assert all(np.array_equal(found[0][name], array) for name, array in found[1].items())
 

@@ -107,7 +107,7 @@ def test_other_data_than_before_are_refused(tiny: Tiny) -> None:
     result = tiny(method="local", rounds=1)
     config = (result.out / "config.toml").read_text()
     (result.out / "config.toml").write_text(config.replace("alpha = 0.5", "alpha = 5.0"))
-    with pytest.raises(BadRequest, match="split differently from what 1 round trained on"):
+    with pytest.raises(BadRequest, match="split differently from those of 1 round before"):
         run(resume=result.out, rounds=2)
 
 

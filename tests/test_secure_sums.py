@@ -561,7 +561,7 @@ def test_what_does_not_go_with_it_is_refused_before_training(values: dict[str, A
 @pytest.mark.parametrize(
     "values, words",
     [
-        ({"clients": 2, "secure-colluders": 1}, "a sum of 2 clients, 1 of whom may help the server, hides no one"),
+        ({"clients": 2, "secure-colluders": 1}, "a sum of 2 clients, 1 of whom may help the server, hides no client"),
         ({"secure-dropout": 0.49, "clients": 5, "secure-colluders": 1}, "could get the sum's secrets twice"),
         ({"fraction-train": 0.25}, "secure-sum with 1 client in a round"),
     ],

@@ -89,7 +89,7 @@ def flaw(clients: int, threshold: int, colluders: int) -> str | None:
     clients : n, that are asked.   threshold : t.   colluders : m, clients that tell the server all that they know.
     """
     if threshold - colluders < 2:
-        return f"a sum of {threshold} clients, {colluders} of whom may help the server, hides no one"
+        return f"a sum of {threshold} clients, {colluders} of whom may help the server, hides no client"
     if 2 * threshold <= clients + colluders:
         return (
             f"{threshold} of {clients} clients open a sum, {colluders} of whom may help the server: it could get the "

@@ -176,7 +176,7 @@ def read_client(path: Path, root: Path) -> dict[str, Array]:
         if key in arrays and len(_column(path, key, arrays[key])) != len(arrays["x"]):
             raise BadRequest(f"{path}: x has {counted(len(arrays['x']), 'row')} but {key} has {len(arrays[key])}")
     if (part := part_of(path, root)) and "split" in arrays:
-        raise BadRequest(f"{path}: its folder says {part}, so leave out its column split")
+        raise BadRequest(f"{path}: the folder {part} gives the split: leave out the column split")
     return arrays
 
 

@@ -191,8 +191,7 @@ def _of_client(path: Path, root: Path, frame: Any, found: Mapping[str, str]) -> 
     for role, value in said.items():
         if role in found or role in frame.columns:
             raise BadRequest(
-                f"{path}: it has a column {role}, which the {'name of the file' if role == 'client' else 'folder'} "
-                f"says ({value}): leave the column out"
+                f"{path}: its {'name' if role == 'client' else 'folder'} gives {role} = {value}: leave the column out"
             )
         frame[role] = value
     if "group" in found:  # groups of two clients are two groups, whatever their names

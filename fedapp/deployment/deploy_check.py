@@ -232,7 +232,7 @@ def _reach(address: str, root_certificates: Path | None, insecure: bool) -> Iter
     elif host in ("127.0.0.1", "::1", "localhost"):
         yield Finding("reachability", OK, text)
     else:
-        remedy = "start it with fedapp superlink: this port lets everybody with the CA's certificate submit code"
+        remedy = "start it with fedapp superlink: with the CA's certificate alone code can be submitted to this port"
         yield Finding("reachability", WARN, f"{text}; it also serves operators", remedy)
     if reply.getheader("Date"):
         # The header counts whole seconds.

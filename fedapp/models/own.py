@@ -301,8 +301,8 @@ def check(name: str, x: Tensor, *, num_classes: int, settings: ModelSettings) ->
         again = _logits(name, net, x, num_classes)
         if not torch.equal(logits, again):
             raise BadRequest(
-                f"model '{name}' returns something else for the same rows in evaluation mode: switch off what is "
-                "random unless self.training"
+                f"model '{name}' returns something else for the same rows in evaluation mode: switch off "
+                "randomness unless self.training"
             )
         model = _split(name, net, num_classes, settings.replaced(width=0))
         with torch.no_grad():

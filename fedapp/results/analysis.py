@@ -123,7 +123,7 @@ def head_norms(run: RunResult) -> tuple[list[int], Floats]:
 
 
 def who_learns_from_whom(run: RunResult) -> Blend:
-    """Return client ids, A (K, K) and a phrase: A[i, j] is the share of client j in what client i receives next.
+    """Return client ids, A (K, K) and a phrase: A[i, j] is the share of client j in the next payload of client i.
 
     The method's strategy says it (`Strategy.blend`), from the checkpoint of the last round.
 

@@ -126,8 +126,8 @@ def _facts(run: RunResult, config: RunConfig) -> dict[str, Any]:
     known = datasets.published(config.data.dataset)
     if known is None:
         raise BadRequest(
-            f"{run.out} has no inputs.json, which says how samples are normalised (a run of an earlier version, or of "
-            "real devices, which keep that to themselves): give a node's personal.safetensors, or run again"
+            f"{run.out} has no inputs.json with the normalisation of the samples (a run of an earlier version, or of "
+            "real devices): give a node's personal.safetensors, or run again"
         )
     return {**vars(known), "shape": known.shape, "num_classes": len(known.classes)}
 

@@ -155,7 +155,7 @@ def tables_of(answer: Answer, runs: Sequence[RunResult]) -> Iterator[tuple[str, 
     alone = part["gain"].notna().any()
     goal = f"{100 * goals.mean():.1f} %{'' if goals.nunique() == 1 else ' (mean)'}" if len(goals) else "-"
     yield (
-        "Clients (the weakest after local training, in %), what it took, and traffic per client and round",
+        "Clients (the weakest after local training, in %), rounds and MB to a target, traffic per client and round",
         _texts(
             pd.concat([part, again]) if len(again) else part,
             {

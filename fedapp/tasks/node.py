@@ -290,12 +290,12 @@ class Node(BaseModel):
         if config.privacy.dp == "example":
             raise BadRequest(
                 f"this node's owner requires at least {self.min_class_count} rows of every class that a reply "
-                "describes (min-class-count in the node-config), and with dp = 'example' replies describe something, "
-                "with noise, of every class: its owner removes min-class-count, or the run takes dp = 'none'"
+                "describes (min-class-count in the node-config), and with dp = 'example' replies describe every class, "
+                "with noise: its owner removes min-class-count, or the run takes dp = 'none'"
             )
         if not threshold:
             raise BadRequest(
-                f"replies of {config.federation.method} with these method-args say something of every class, and this "
+                f"replies of {config.federation.method} with these method-args describe every class, and this "
                 f"node's owner asks for at least {self.min_class_count} rows (min-class-count in the node-config): "
                 "choose another method"
             )

@@ -456,7 +456,7 @@ class SecureSums:
                 continue
             named = ", ".join(map(str, clients[:20]))
             text = f"round {exchange.round}: either client {named} gave client {holder} a false share of a secret, or "
-            text += f"client {holder} opened one; the sum was opened without it, and no one is blocked"
+            text += f"client {holder} opened one; the sum was opened without it, and no client is blocked"
             self.cohort.event({"kind": "warning", "text": text})
 
     def _before(self, name: str) -> set[int] | None:

@@ -128,7 +128,7 @@ class Rollback(Hook):
 
     def say(self, error: Spoiled, to: Progress, how: str) -> None:
         """Warn that the last update, or all of them, are taken back."""
-        what = "the update before" if to.round else "what came before"
+        what = "the update before" if to.round else "everything before"
         self.run.warn(f"{what} round {error.round} spoiled the model and is taken back; {how} ({error.reason})")
 
 

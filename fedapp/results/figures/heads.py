@@ -37,11 +37,11 @@ def head_maps(runs: Runs) -> Words:
 
 
 def mixing(runs: Runs) -> Words:
-    """Draw A, the shares of the clients in what each client receives next."""
+    """Draw A, the shares of the clients in the next payload of each client."""
     ids, matrix, how = analysis.who_learns_from_whom(runs[0])
     own = percent(float(np.diag(matrix).mean()))
     return (
-        f"Row i: the shares of the clients in what client i receives next ({how}); rows sum to 1. "
+        f"Row i: the shares of the clients in the next payload of client i ({how}); rows sum to 1. "
         f"Own share: {own} on average; an even mixture has {percent(1 / len(ids))} everywhere.",
         f"Heat map of {len(ids)} by {len(ids)} shares; the diagonal is {own} on average, the largest share "
         f"{percent(float(matrix.max()))}.",
