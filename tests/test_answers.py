@@ -291,6 +291,19 @@ def test_what_is_no_comparison_is_refused_in_one_line(tmp_path: Path) -> None:
         assert isinstance(refused, BadRequest) and told in str(refused) and "\n" not in str(refused)
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["show", "report", "track --to tensorboard", "export --out m.pt2", "predict x.npz --run", "predict x.npz --model",
+     "run", "run --resume", "compare"],
+)  # fmt: skip
+def test_a_path_that_does_not_exist_is_named_with_a_similar_one(command: str, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "fedavg").mkdir(parents=True)
+    for typed, near in (("runs/fedavgg", "fedavg"), ("run/fedavg", "runs")):
+        refused = CliRunner().invoke(cli.app, [*command.split(), str(tmp_path / typed)]).exception
+        assert f"{tmp_path / typed} does not exist, did you mean '{near}'? " in str(refused)
+        assert isinstance(refused, BadRequest) and str(refused).count("did you mean") == 1
+
+
 def test_the_second_runs_of_standalone_are_no_rows_of_the_comparison(four: Path) -> None:
     found = read_comparison(four)
     assert not any("again" in run.out.parts for run in found.runs) and len(found.table) == 12

@@ -229,7 +229,7 @@ def test_an_output_directory_must_be_new_and_writable(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"cannot be written|is a file"):
         engines.prepare({}, taken / "notes.txt" / "below")
     with pytest.raises(BadRequest, match="no run to resume"):
-        engines.resumed(tmp_path / "nothing", {})
+        engines.resumed(taken, {})
 
 
 LONG = "x" * 300

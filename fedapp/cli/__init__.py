@@ -473,9 +473,9 @@ def show_results(
     everything: Annotated[bool, typer.Option("--all", help="all methods, alerts and tables")] = False,
 ) -> None:
     """Show the answer of a finished comparison, or the scores of a finished run."""
-    from fedapp.results.runs import RUN_MARK, Comparison, read_comparison, read_run
+    from fedapp.results.runs import RUN_MARK, Comparison, folder_at, read_comparison, read_run
 
-    path = directory.expanduser().absolute()
+    path = folder_at(directory)
     if (path / RUN_MARK).is_file():
         from fedapp.engines.runner import print_run
 

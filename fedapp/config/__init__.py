@@ -30,6 +30,7 @@ from fedapp.config.checks import (
 )
 from fedapp.config.keys import DEFAULTS, FIELDS, GROUPS, KEYS, OTHER_NAMES, RunConfig
 from fedapp.data.datasets import published
+from fedapp.data.names import absent
 from fedapp.errors import BadRequest, faults, named_values, suggest, suggest_choice
 from fedapp.learning.optimizers import check_optimizer, takes
 from fedapp.method import TrainDefaults
@@ -333,7 +334,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as e:
-        raise BadRequest(f"{path} does not exist: check the path") from e
+        raise absent(path, "check the path") from e
     except OSError as e:
         raise BadRequest(f"{path} cannot be read ({e.strerror})") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:

@@ -143,6 +143,16 @@ def is_there(path: Path) -> bool:
     return True
 
 
+def absent(path: Path, advice: str = "") -> BadRequest:
+    """Return the error for a path without a file; it names one similar to the first part that is missing."""
+    whole = path.expanduser().absolute()
+    missing = next((p for p in reversed((whole, *whole.parents)) if not is_there(p)), None)
+    if missing is None:
+        return BadRequest(f"{path} is not a file" + (f": {advice}" if advice else ""))
+    names = [p.name for p in missing.parent.glob("*")]
+    return BadRequest(f"{path} does not exist{suggest(missing.name, names, advice)}")
+
+
 @contextmanager
 def readable_at(place: object) -> Iterator[None]:
     """Name the file if the block, which looks at files below `place`, fails."""

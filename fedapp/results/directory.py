@@ -45,6 +45,7 @@ import numpy as np
 
 from fedapp import __version__
 from fedapp.config import RunConfig, write_toml
+from fedapp.data.names import absent
 from fedapp.errors import BadRequest
 from fedapp.files import atomic, check_folder, locked, writing_to
 from fedapp.learning.metrics import tidy
@@ -116,6 +117,8 @@ def check_out(out: Path, resume: bool) -> None:
     with writing_to(out):
         if resume:
             if not (out / "config.toml").is_file():
+                if not out.exists():
+                    raise absent(out, "give the run directory of a run to resume")
                 raise BadRequest(f"{out} holds no run to resume (no config.toml)")
         elif out.exists() and not out.is_dir():
             raise BadRequest(f"{out} is a file; give a folder")

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from fedapp.config import RunConfig
 from fedapp.data import datasets
+from fedapp.data.names import absent, is_there
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning.state import StateError, read_safetensors
 from fedapp.models import own
@@ -77,6 +78,8 @@ def load(
         if not net.inputs.body.startswith(body):
             raise BadRequest(f"the model of {run.out} is of the body {net.inputs.body or '(none)'}, not of {body}")
         return net
+    if not is_there(place):
+        raise absent(place, "give a run directory, or on a node STATE-DIR/<federation>")
     own = place / str(client) if isinstance(client, int) else place
     if (own / FILES[point]).is_file():
         return read_model(own / FILES[point], allow=allow)

@@ -27,7 +27,7 @@ from fedapp.core import names
 from fedapp.data import datasets, pictures, tables
 from fedapp.data.columns import BODY, body_of, read_unlabelled, samples
 from fedapp.data.moments import Samples
-from fedapp.data.names import is_there
+from fedapp.data.names import absent, is_there
 from fedapp.data.pictures import FORMATS, PICTURE_SUFFIXES, check_depth, pixels
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, counted, plain
@@ -225,9 +225,7 @@ def read_model(
     BadRequest : the file is not a model, or it holds only a part of one.
     """
     if not is_there(path) or not path.is_file():
-        raise BadRequest(
-            f"{path} does not exist: give a node's STATE-DIR/<federation>/<client-id>/personal.safetensors"
-        )
+        raise absent(path, "give a node's STATE-DIR/<federation>/<client-id>/personal.safetensors")
     try:
         arrays, header = read_safetensors(path)
     except StateError:
@@ -407,7 +405,7 @@ def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
             raise BadRequest(f"{path}: this model takes {net.wanted()}: give them as .npz (column x), .csv or .parquet")
         return read_images([path], net.inputs), [str(path)]
     if not is_there(path) or not path.is_file():
-        raise BadRequest(f"{path} does not exist")
+        raise absent(path)
     if suffix != ".npz":
         if net.kind != "table":
             raise BadRequest(f"{path}: {suffix} rows are for tables, and this model takes {net.wanted()}: give .npz")

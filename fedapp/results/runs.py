@@ -27,6 +27,7 @@ import numpy as np
 from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data.card import in_lines
+from fedapp.data.names import absent, is_there
 from fedapp.data.partitions import PARTITION_PARAMETER, UNION
 from fedapp.errors import BadRequest
 from fedapp.lazy import pd
@@ -620,10 +621,23 @@ def read(path: str | Path) -> RunResult | Comparison:
     ------
     BadRequest : it is neither.
     """
-    path = Path(path).expanduser().absolute()
-    if not path.is_dir():
-        raise BadRequest(f"{path} is not a folder; give a run directory or the folder of a comparison")
+    path = folder_at(path)
     return read_run(path) if (path / RUN_MARK).is_file() else read_comparison(path)
+
+
+def folder_at(path: str | Path) -> Path:
+    """Return the absolute path of a folder.
+
+    Raises
+    ------
+    BadRequest : it does not exist, or is a file.
+    """
+    path, advice = Path(path).expanduser().absolute(), "give a run directory or the folder of a comparison"
+    if not is_there(path):
+        raise absent(path, advice)
+    if not path.is_dir():
+        raise BadRequest(f"{path} is not a folder: {advice}")
+    return path
 
 
 def labelled(
