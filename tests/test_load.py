@@ -216,7 +216,9 @@ def test_a_damaged_description_is_refused(tiny: Any) -> None:
 def command(*arguments: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["predict", *arguments])
     assert done.exit_code == 0 or isinstance(done.exception, BadRequest), done.output
-    return done.exit_code, done.output + (str(done.exception) if done.exception else "")
+    told = done.stderr.splitlines() if not done.exit_code else ["client"]
+    assert len(told) == 1 and ("client" in told[0] or "global model" in told[0]), "it names the model"
+    return done.exit_code, done.stdout + (str(done.exception) if done.exception else "")
 
 
 def test_predict_takes_pictures_and_arrays_of_a_run(tiny: Any, tmp_path: Path) -> None:

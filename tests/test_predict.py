@@ -75,7 +75,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [str(tmp_path / "a.png"), str(tmp_path / "b.jpg"), "--top", "2"]
     done = CliRunner().invoke(app, ["predict", "--model", str(folder / "personal.safetensors"), *arguments])
     assert done.exit_code == 0, done.output
-    rows = [line.split("\t") for line in done.output.splitlines()]
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert [len(r) for r in rows] == [5, 5] and float(rows[0][2]) >= float(rows[0][4])
     # The server keeps the shared part; where that is a whole model it classifies too.
     done = CliRunner().invoke(

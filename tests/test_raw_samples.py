@@ -349,7 +349,7 @@ def test_the_commands_take_raw_samples(tmp_path: Path, tiny: Any) -> None:
     words = ["predict", str(site / "test"), "--run", str(out), "--top", "1"]
     done = CliRunner().invoke(app, [*words, "--with", str(body)])
     assert done.exit_code == 0, done.output
-    rows = [line.split("\t") for line in done.output.splitlines()]
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert len(rows) == 6 and all(Path(row[0]).parent.name == row[1] for row in rows)
     refused = CliRunner().invoke(app, [*words, "--text", "q"])
     assert isinstance(refused.exception, BadRequest) and "--text goes with --with" in str(refused.exception)

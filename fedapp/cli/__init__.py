@@ -12,7 +12,7 @@ import typer
 from fedapp import __version__
 from fedapp.cli import deployment, listing
 from fedapp.cli.options import Application, Commands, Set, collect
-from fedapp.cli.printing import show
+from fedapp.cli.printing import on_terminal, show
 from fedapp.errors import BadRequest, listed
 from fedapp.files import explained
 from fedapp.results import terminal
@@ -417,6 +417,8 @@ def predict(
     for name, places, p in zip(found["sample"], order, probabilities, strict=True):
         cells.append([name, *(f"{net.classes[i]} {100 * p[i]:.1f} %" for i in places)])
         piped.append([name, *(text for i in places for text in (net.classes[i], f"{p[i]:.4f}"))])
+    if not on_terminal():
+        echo(net.about, err=True)
     show(net.about, heads, cells, piped)
 
 
