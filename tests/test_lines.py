@@ -172,6 +172,7 @@ def test_a_run_is_told_from_its_first_line_to_its_last(tmp_path: Path, capsys: p
     assert runner.run_and_report(values, tmp_path / "run", engine="local") == 0
     shown = capsys.readouterr().err
     assert "continues with round 2 of 2 (round 1 is kept as it is)" in shown.replace("\n", " ")
+    assert "last scores follow" in shown and " s left" not in shown
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -184,7 +185,7 @@ def test_a_line_of_progress_cuts_no_number(width: int) -> None:
         scored = {f"{protocol}_accuracy": 0.955 for protocol in ("received", "trained", "global")}
         follower({"kind": "round", "round": 20, "rounds": 20, "clients": 10, "train_loss": 1.815, **scored})
     last = shown.getvalue()
-    assert "0:00:00" in last and "received 95.5 %" in last and "1.815" not in last and "\u2026" not in last
+    assert "last scores" in last and "received 95.5 %" in last and "1.815" not in last and "\u2026" not in last
     assert ("\u2501" in last) == (width >= progress.WITH_BAR)
 
 

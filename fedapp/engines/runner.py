@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from clients._initial import initial_arrays
@@ -21,7 +21,7 @@ from fedapp.config import RunConfig
 from fedapp.data.card import data_card
 from fedapp.engines import local as engines
 from fedapp.engines import resources
-from fedapp.engines.progress import Bar, Display
+from fedapp.engines.progress import Display
 from fedapp.engines.resources import ClientResources
 from fedapp.errors import BadRequest, counted, described, raised
 from fedapp.learning.task import ModelSpec
@@ -46,7 +46,7 @@ class Follower(Display):
     """Shows events of a run on standard error: a live line on a terminal or in a notebook, else one line per round."""
 
     def __init__(self, label: str = "") -> None:
-        super().__init__(TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+        super().__init__(TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn(elapsed_when_finished=True))
         self.label = label
         self.started = time.monotonic()
         self.done_before = 0
@@ -67,16 +67,18 @@ class Follower(Display):
             self.line(said)
 
     def _round(self, event: Mapping[str, Any]) -> None:
-        text = lines.scores(event, self.clients)
+        text, bar = lines.scores(event, self.clients), self.bar
         to_do = event["rounds"] - event["round"]
         seconds = (time.monotonic() - self.started) / max(1, event["round"] - self.done_before) * to_do
-        if self.bar is None or self.task is None:
+        if not to_do:
+            text += ", last scores follow"
+        elif not isinstance(bar, Progress):  # a terminal's line has a column for it
+            text += f", {math.ceil(seconds)} s left"
+        if bar is None or self.task is None:
             name = f"{self.label} " if self.label else ""
-            self.line(f"{name}round {event['round']}/{event['rounds']}: {text}, {seconds:.0f} s left")
-            return
-        if isinstance(self.bar, Bar) and to_do:  # a terminal's line has a column for it
-            text += f", {seconds:.0f} s left"
-        self.bar.update(self.task, completed=event["round"], text=text)
+            self.line(f"{name}round {event['round']}/{event['rounds']}: {text}")
+        else:
+            bar.update(self.task, completed=event["round"], text=text)
 
 
 def what_leaves(config: RunConfig) -> list[str]:

@@ -21,6 +21,7 @@ The file is long because it goes from the words of `--methods` to the exit code.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import shlex
 import shutil
@@ -405,7 +406,7 @@ class RunsProgress(Display):
         text = f"{len(self.ended)} of {counted(len(self.names), 'run')}, {done} of {counted(self.total, 'round')}"
         if fresh > 0 and done < self.total:
             left = (time.monotonic() - self.started) / fresh * (self.total - done)
-            text += f", about {left:.0f} s left" if left < 120 else f", about {left / 60:.0f} min left"
+            text += f", about {math.ceil(left)} s left" if left < 120 else f", about {left / 60:.0f} min left"
         return text
 
     def line(self, text: str, must: bool = False) -> None:
