@@ -31,7 +31,7 @@ from fedapp.federation.bodies import ByBody, JoinedQueries
 from fedapp.federation.central import CentralTest
 from fedapp.federation.context import server_context
 from fedapp.federation.hook import Hook, Hooks, Setup
-from fedapp.federation.hooks.events import FinalTrainingNotice, ProgressEvents, RoundWarnings
+from fedapp.federation.hooks.events import FinalTrainingNotice, LostClients, ProgressEvents, RoundWarnings
 from fedapp.federation.hooks.rollback import EnoughForRules, Rollback
 from fedapp.federation.hooks.scores import PeriodicEvaluation, UnseenClients, ValidationChoice
 from fedapp.federation.hooks.soundness import NormGuard, TwoVoids
@@ -78,8 +78,8 @@ Event = Callable[[Mapping[str, Any]], None]
 LISTED = 1000
 """Largest number of clients with a line of their own in `data_card.txt`."""
 HOOKS: tuple[type[Hook], ...] = (
-    RoundWarnings, NormGuard, Rollback, EnoughForRules, ValidationChoice, Tables, BestModel, EarlyStop, PrivacySpent,
-    Checkpoint, ProgressEvents, TwoVoids, FinalTrainingNotice, PeriodicEvaluation, UnseenClients,
+    RoundWarnings, LostClients, NormGuard, Rollback, EnoughForRules, ValidationChoice, Tables, BestModel, EarlyStop,
+    PrivacySpent, Checkpoint, ProgressEvents, TwoVoids, FinalTrainingNotice, PeriodicEvaluation, UnseenClients,
 )  # fmt: skip
 """The policies of a run. Their order is part of the numbers: rules before tables, tables before the hooks that read
 their rows, the checkpoint after all that it remembers, and events after the tables. `NormGuard`, which makes a round

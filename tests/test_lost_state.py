@@ -114,8 +114,11 @@ def dropped(out: Path) -> list[tuple[int, int, str]]:
 def test_a_client_whose_state_is_not_its_last_one_is_named_and_left_out(
     happens: Callable[[Path], None], words: str, tmp_path: Path
 ) -> None:
-    start(tmp_path / "a", {3: happens})
+    summary, _ = start(tmp_path / "a", {3: happens})
     rows = dropped(tmp_path / "a")
+    assert summary["warnings"] == [
+        f"no valid reply for the rest of the run: client 1 since round 3 (train: {rows[0][2]})"
+    ]
     assert {client for _, client, _ in rows} == {1} and [r for r, _, _ in rows] == [3, 4, 4]  # 4 is scored too
     assert all(words in reason for _, _, reason in rows)
     assert list(pd.read_csv(tmp_path / "a" / "rounds.csv")["clients"]) == [3, 3, 2, 2]
@@ -139,10 +142,19 @@ def test_with_restart_it_begins_anew_and_the_tables_say_so(tmp_path: Path) -> No
 
 def test_replies_that_are_lost_on_the_way_do_not_look_like_a_lost_state(tmp_path: Path) -> None:
     """The client goes on from what it made meanwhile; longer than it keeps files, too."""
-    start(tmp_path / "a", {}, {2, 3, 4, 5}, **{"num-server-rounds": 7})
-    assert [(r, c) for r, c, _ in dropped(tmp_path / "a")] == [(2, 1), (3, 1), (4, 1), (5, 1)]
+    summary, _ = start(tmp_path / "a", {}, {2, 3, 4, 5}, **{"num-server-rounds": 7})
+    assert not summary["warnings"] and [(r, c) for r, c, _ in dropped(tmp_path / "a")] == [
+        (2, 1),
+        (3, 1),
+        (4, 1),
+        (5, 1),
+    ]
     start(tmp_path / "b", {6: older}, {2, 3, 4, 5}, **{"num-server-rounds": 6})
     assert [(r, c) for r, c, _ in dropped(tmp_path / "b")] == [(2, 1), (3, 1), (4, 1), (5, 1)]
+    summary, _ = start(tmp_path / "c", {}, {2, 4})
+    assert summary["warnings"] == [
+        "no valid reply for the rest of the run: client 1 since round 4 (train: lost on the way)"
+    ]
 
 
 def test_where_the_server_sends_all_a_lost_state_costs_nothing(tmp_path: Path) -> None:

@@ -568,9 +568,12 @@ def test_a_silent_node_does_not_hold_up_every_round(tmp_path: Path, monkeypatch:
     assert first == "no answer within 200 s" and third == skipped
     assert second.startswith("no answer within 6") and fourth.startswith("no answer within 6"), "a minute, and a look"
     assert sum(e["kind"] == "dropped" and e["stage"] == "train" for e in events) == 4
+    lost = "no valid reply for the rest of the run: client 1 since round 2 (train: no answer within 200 s)"
+    assert summary["warnings"][1:] == [lost]
     assert checkpoint.load(tmp_path / "run" / "checkpoint", 5)[2]["Cohort"]["silent"]["train"] == {1: 4}
     resumed_run, grid, _ = start(tmp_path, THREE, script, **values, **{"num-server-rounds": 7, "resume": True})
     assert resumed_run["ok"] and grid.told[12].count("train") == 1, "round 6 has no message for it, and round 7 has"
+    assert resumed_run["warnings"][1:] == [lost]
 
 
 @pytest.mark.full
@@ -669,7 +672,7 @@ def test_a_node_that_goes_is_dropped_and_goes_on_with_its_own_model(tmp_path: Pa
         grid.offline = {12} if server_round == 2 else set()
 
     summary, grid, _ = start(tmp_path, THREE, script)
-    assert summary["ok"] and summary["dropped"] == 1
+    assert summary["ok"] and summary["dropped"] == 1 and not any("no valid" in text for text in summary["warnings"])
     assert list(rounds(tmp_path)["clients"]) == [3, 2, 3]
     clients = pd.read_csv(tmp_path / "run" / "clients.csv")
     back = clients[(clients["client"] == 1) & (clients["round"] == 3)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fedapp.errors import counted
 from fedapp.federation.hook import Hook, Setup
 from fedapp.federation.participants import Outcome, Progress
@@ -38,10 +40,9 @@ class ProgressEvents(Hook):
         asked = sorted(exchange.metrics.keys() & self.run.scoring.finalists)
         without = [str(c) for c in asked if "tuned-total" not in exchange.metrics[c]]
         if without:
-            more = f" and {len(without) - 20} more" if len(without) > 20 else ""
             self.run.warn(
-                f"no score 'tuned' of {counted(len(without), 'client')} ({', '.join(without[:20])}{more}): their "
-                "fine-tuning loss is NaN; lower lr, or set clip"
+                f"no score 'tuned' of {counted(len(without), 'client')} ({first_of(without)}): their fine-tuning loss "
+                "is NaN; lower lr, or set clip"
             )
 
     def tell_clients(self, exchange: Exchange) -> None:
@@ -50,6 +51,45 @@ class ProgressEvents(Hook):
             scores = {c: {k: v for k, v in row.items() if k.endswith(TRACKED)} for c, row in exchange.rows.items()}
             final = exchange.kind == "final"
             self.run.tell({"kind": "clients", "round": exchange.round, "final": final, "rows": scores})
+
+
+class LostClients(Hook):
+    """Names the clients without a further valid reply, but for those that are blocked.
+
+    Attributes
+    ----------
+    lost : by client, its first invalid reply since its last valid one.
+    """
+
+    remembers = ("lost",)
+
+    def __init__(self, run: Setup) -> None:
+        super().__init__(run)
+        self.lost: dict[int, str] = {}
+
+    def after_query(self, exchange: Exchange) -> None:
+        """Note the clients without a valid reply, and forget those with one."""
+        for d in exchange.dropped:
+            self.lost.setdefault(d.client, f"client {d.client} since round {d.round} ({d.stage}: {d.reason})")
+        for client in exchange.metrics:
+            self.lost.pop(client, None)
+
+    after_evaluation = after_query
+
+    def after_round(self, at: Progress, outcome: Outcome) -> None:
+        """Note the clients of a round."""
+        self.after_query(outcome.exchange)
+
+    def finish(self, at: Progress) -> None:
+        """Warn of those that are still lost."""
+        blocked = self.run.cohort.manager.offences.blocked
+        if lost := [text for client, text in sorted(self.lost.items()) if client not in blocked]:
+            self.run.warn(f"no valid reply for the rest of the run: {first_of(lost)}")
+
+
+def first_of(texts: Sequence[str]) -> str:
+    """Return the first 20 texts in a line, and the number of further ones."""
+    return ", ".join(texts[:20]) + (f" and {len(texts) - 20} more" if len(texts) > 20 else "")
 
 
 class RoundWarnings(Hook):
