@@ -242,8 +242,8 @@ def token(out: Path) -> str:
     ("facts", "words"),
     [
         ({"state": "0" * 32, "state-from": "1" * 32}, "it went on from the state '1111"),
-        ({"state": "../../etc"}, "is not one"),
-        ({"state": 5}, "is not one"),
+        ({"state": "../../etc"}, "is invalid"),
+        ({"state": 5}, "is invalid"),
         ({"state": "0" * 32, "state-lost": "my dog"}, "does not allow: my dog"),
     ],
 )
