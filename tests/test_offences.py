@@ -166,7 +166,7 @@ def test_min_clients_ends_a_run_that_lost_too_many(few: int, tmp_path: Path) -> 
         assert federate(tmp_path / "run", [1], impossible, 3, min_clients=2, **FEW).summary["ok"]
         return
     with pytest.raises(
-        RoundFailed, match=r"2 clients are left, and the run needs 3 \(min-clients\).*client 1: it states"
+        RoundFailed, match=r"2 clients are left, and the run needs 3 \(min-clients\).*client 1: unexpected fact"
     ):
         federate(tmp_path / "run", [1], impossible, 3, min_clients=3, **FEW)
 
