@@ -129,5 +129,5 @@ METHOD = head_method(
     Fed3R,
     SumsClient,
     Fed3RHParams,
-    "what the base method shares; once, sums of features and of their products",
+    "arrays of the base method; once, sums of features and of their products",
 )

@@ -52,5 +52,5 @@ METHOD = head_method(
     FedNCM,
     ClassSumsClient,
     FedNCMHParams,
-    "what the base method shares; once, sum of features and count of every class",
+    "arrays of the base method; once, sum of features and count of every class",
 )

@@ -67,5 +67,5 @@ METHOD = head_method(
     LDA,
     SumsClient,
     LDAHParams,
-    "what the base method shares; once, sums of features and of their products",
+    "arrays of the base method; once, sums of features and of their products",
 )

@@ -334,7 +334,7 @@ def flows(method: Method) -> dict[str, str]:
         return {"down": found[2], "up": found[1], "once": once}
     if found := re.match(r"(.+) down[,;] (.+) up\b(.*)", each):
         return {"down": found[1], "up": found[2] + found[3], "once": once}
-    both = "arrays of the base method" if each == "what the base method shares" else each.partition(", both ways")[0]
+    both = each.partition(", both ways")[0]
     return {"down": both, "up": both, "once": once}
 
 
