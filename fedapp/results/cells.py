@@ -50,10 +50,6 @@ def write_table(path: Path, table: pd.DataFrame) -> None:
 
 def mapped(table: pd.DataFrame, change: Any) -> pd.DataFrame:
     """Return a table with its text and the names of its columns changed; numbers stay as they are."""
-    new = {name: table[name].map(change, na_action="ignore") for name in table.columns if holds_text(table[name])}
+    texts = [name for name in table if not pd.api.types.is_numeric_dtype(table[name])]
+    new = {name: table[name].map(change, na_action="ignore") for name in texts}
     return table.assign(**new).rename(columns=change)
-
-
-def holds_text(column: pd.Series) -> bool:
-    """Whether a column holds anything but numbers, true and false."""
-    return not pd.api.types.is_numeric_dtype(column)

@@ -236,11 +236,6 @@ def by_seed(row: Mapping[str, Any]) -> str:
     return " and ".join(map(points, json.loads(row["by_seed"]))) if row["seeds"] > 1 else DASH
 
 
-def is_decided(row: Mapping[str, Any]) -> bool:
-    """Return whether the interval of a row of `significance.csv` excludes zero; from three seeds on."""
-    return bool(row["seeds"] > 2 and (row["low"] > 0 or row["high"] < 0))
-
-
 def power_text(seeds: int, rows: int, reference: str, spread: float, seconds: float) -> str:
     """Say which differences so few seeds can show, and what more seeds take.
 

@@ -23,7 +23,7 @@ from fedapp import config as configuration
 from fedapp import registry
 from fedapp.errors import BadRequest, plain
 from fedapp.registry import method_title, title_of
-from fedapp.results import figures, intervals
+from fedapp.results import figures
 from fedapp.results.answers import (
     AGAIN_TITLE,
     Answer,
@@ -329,7 +329,7 @@ def _answered(comparison: Comparison, answer: Answer, several: bool) -> dict[str
     for label in order:
         if label in answer.methods or label == answer.alone:
             test = answer.test(label)
-            strong = test is not None and intervals.is_decided(test)
+            strong = bool(test and test["seeds"] > 2 and (test["low"] > 0 or test["high"] < 0))
             name, own, *cells = row_of(answer, label, title_of(label) + (" *" if label in answer.delivered else ""))
             shown = [Cell(own), *(Cell(c, strong=strong and i < 2) for i, c in enumerate(cells))]
             rows.append([name, *shown, str(test["word"]) if test else ""])
