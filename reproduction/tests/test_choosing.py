@@ -99,9 +99,10 @@ def test_one_command_runs_what_is_missing_and_makes_the_page(
     run = partial(made, tmp_path / "runs", only="digits", methods="fedgh,local,again", workers=1)
     assert run() == 0 and "3 to run" in capsys.readouterr().err
     text = page.read_text()
-    assert "In 1 setting with 1 seed each" in text and "| FedGH |" in text and text.count("between") == 3
+    assert "(1 setting, 1 seed each; " in text and "| FedGH |" in text and text.count("between") == len(NAMES)
     unmeasured = text.partition("Not measured yet: ")[2].partition(".\n")[0].split("; ")
-    assert unmeasured == [block.title for block in definition().block[1:]]
+    methods = [choosing.title(m) for m in registry.discover() if m not in ("fedgh", "local")]
+    assert unmeasured == methods + [block.title for block in definition().block[1:]]
     assert (tmp_path / choosing.PICTURE).is_file(), "the picture of the gains"
     assert begun == ["digits/fedgh-s0", "digits/local-s0", "digits/again-s0"]
     runs = choosing.load(lines)

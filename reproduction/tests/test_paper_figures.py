@@ -61,7 +61,7 @@ def test_a_bad_request_says_what_the_figure_needs(tmp_path: Path) -> None:
         papers.draw("fedclassavg-22", [])
     with pytest.raises(BadRequest, match="needs one run, of 2b with"):
         papers.draw("fedclassavg-2", [])
-    with pytest.raises(BadRequest, match="not a folder"):
+    with pytest.raises(BadRequest, match="missing does not exist"):
         papers.draw("fedclassavg-2", [tmp_path / "missing"])
 
 
