@@ -93,3 +93,9 @@ def _same(a: nn.Module, b: nn.Module) -> bool:
 def all_names(client: Any, spec: ModelSpec, hparams: Any) -> frozenset[str]:
     """Return the names of all that a model's state consists of and that may be sent."""
     return frozenset(selection.shared_names(skeleton(client, spec, hparams), ("",)))
+
+
+@functools.lru_cache(maxsize=64)
+def shared_names(client: Any, spec: ModelSpec, hparams: Any, prefixes: tuple[str, ...], buffers: str) -> list[str]:
+    """Return the names of a model's arrays under some prefixes; they are equal at all clients of an architecture."""
+    return selection.shared_names(skeleton(client, spec, hparams), prefixes, buffers) if prefixes else []

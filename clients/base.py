@@ -40,7 +40,7 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,7 +48,7 @@ import numpy as np
 
 from clients._checks import MOVED, check_private, check_training, facts_of_the_body
 from clients._flower import PositionalClient
-from clients._initial import all_names, initial_model, names_of, skeleton
+from clients._initial import all_names, initial_model, shared_names, skeleton
 from fedapp import sampling
 from fedapp.core import names
 from fedapp.lazy import F, Tensor, nn, torch
@@ -555,15 +555,15 @@ class FedClient(PositionalClient):
 
     def down_names(self) -> list[str]:
         """Return the names of the model arrays that the server sends, in state-dict order."""
-        return names_of(self._model_or_skeleton(), self.method, self.hparams, self.task.buffers)
+        return self._names(self.method.shared_prefixes(self.hparams))
 
     def up_names(self) -> list[str]:
         """Return the names of the model arrays in this client's replies, in state-dict order."""
-        prefixes = self.method.up_prefixes(self.hparams)
-        return selection.shared_names(self._model_or_skeleton(), prefixes, self.task.buffers) if prefixes else []
+        return self._names(self.method.up_prefixes(self.hparams))
 
-    def _model_or_skeleton(self) -> nn.Module:
-        return self.model if hasattr(self, "model") else skeleton(type(self), self.task.spec(0), self.hparams)
+    def _names(self, prefixes: Iterable[str]) -> list[str]:
+        spec, buffers = self.task.spec(0), self.task.buffers
+        return list(shared_names(type(self), spec, self.hparams, tuple(prefixes), buffers))
 
     def register(self) -> tuple[dict[str, Any], dict[str, Scalar]]:
         """Return the registration of this client: sample count, model and shared shapes, never class counts."""

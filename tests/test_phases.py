@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fedapp
 from clients._checks import MOVED
+from clients._initial import skeleton
 from clients.base import FedClient
 from fedapp import registry, sampling
 from fedapp.learning.state import ClientStore, read_head_norms
@@ -193,7 +194,8 @@ def test_the_second_model_is_scored_stored_and_restored(tmp_path: Path) -> None:
     both = Doubled(task, FEDAVG, BaseHParams(), store("both", "fedavg"))
     plain = FedClient(task, FEDAVG, BaseHParams(), store("plain", "fedavg"))
     alone = FedClient(task, LOCAL, BaseHParams(), store("alone", "local"))
-    alone.store.save(0, {f"model/{n}": a for n, a in everything(both._model_or_skeleton()).items()})
+    first = everything(skeleton(Doubled, task.spec(0), BaseHParams()))
+    alone.store.save(0, {f"model/{n}": a for n, a in first.items()})
     for server_round in (1, 2):
         arrays, _, metrics = both.train_round(whole(sent), server_round)
         assert equal(arrays, plain.train_round(whole(sent), server_round)[0])
