@@ -27,12 +27,14 @@ def initial_model(client: Any) -> SplitModel:
     kind: Any = type(client)
     seeded = "" if process.real_node() else _seeded(kind, spec, client.hparams)
     made = skeleton(kind, spec, client.hparams)
+    drawn: SplitModel
     if seeded == "common":
-        return copied(made).to(client.device)
-    if seeded == "own":
-        return redrawn(made, seed).to(client.device)
-    drawn: SplitModel = client.build_model(replace(spec, seed=seed), client.hparams)
-    return drawn.to(client.device)
+        drawn = copied(made)
+    elif seeded == "own":
+        drawn = redrawn(made, seed)
+    else:
+        drawn = client.build_model(replace(spec, seed=seed), client.hparams)
+    return drawn if client.device.type == "cpu" else drawn.to(client.device)
 
 
 def initial_arrays(kind: Any, spec: ModelSpec, method: Method, hparams: Any, buffers: str) -> Arrays:

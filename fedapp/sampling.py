@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 
@@ -38,6 +39,7 @@ def derived_seed(seed: int, purpose: str, *numbers: int) -> int:
     return int(state[0] >> np.uint64(1))  # some libraries take signed 64-bit seeds only
 
 
+@functools.lru_cache(maxsize=64)
 def server_model_seed(seed: int, k: int = 0) -> int:
     """Return the seed of the server's k-th initial model in a run with this seed."""
     return derived_seed(seed, "server-model", k)

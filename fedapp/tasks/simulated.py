@@ -157,7 +157,7 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
     ------
     BadRequest : the data are not there, or the partition or the public set cannot be made.
     """
-    settings = config.data.replaced(clients=clients, partition_seed=config.data_seed)
+    settings = _settings(config.data, clients, config.data_seed)
     whole = datasets.latest(settings.dataset, settings.data_dir or None, settings)
     file = settings.partition_file
     version = tuple(file_identity(Path(file))) if file and Path(file).is_file() else ()
@@ -171,6 +171,11 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
         unseen = config.unseen_of(range(clients), made(()).partition.names if config.evaluation.names_unseen else ())
     data = made(unseen)
     return replace(data, sizes=tuple(with_weights(config, i) for i in data.sizes)) if config.model.weights else data
+
+
+@functools.lru_cache(maxsize=8)
+def _settings(data: DataSettings, clients: int, seed: int) -> DataSettings:
+    return data.replaced(clients=clients, partition_seed=seed)
 
 
 def with_weights(config: RunConfig, inputs: InputSpec) -> InputSpec:
