@@ -12,7 +12,7 @@ from fedapp import process, sampling
 from fedapp.errors import BadRequest
 from fedapp.lazy import nn, torch
 from fedapp.learning.task import ModelSpec
-from fedapp.method import Arrays, BaseHParams, Method
+from fedapp.method import Arrays, Method
 from fedapp.models import is_own, selection
 from fedapp.models.copies import copied, redrawn
 
@@ -45,19 +45,13 @@ def initial_arrays(kind: Any, spec: ModelSpec, method: Method, hparams: Any, buf
     BadRequest : one of them is not finite, so that no reply with it would count.
     """
     model = kind.build_model(spec, hparams)
-    arrays = selection.extract(model, names_of(model, method, hparams, buffers))
+    arrays = selection.extract(model, selection.shared_names(model, method.shared_prefixes(hparams), buffers))
     if odd := next((n for n, a in arrays.items() if not np.isfinite(a).all()), None):
         raise BadRequest(
             f"'{odd}' of the model '{spec.name}' has numbers that are not finite, and {method.id} sends it: change "
             "its initial values, or register a constant buffer with persistent=False, which is not sent"
         )
     return arrays
-
-
-def names_of(model: nn.Module, method: Method, hparams: BaseHParams, buffers: str) -> list[str]:
-    """Return the names of the shared arrays of a model under a method."""
-    prefixes = method.shared_prefixes(hparams)
-    return selection.shared_names(model, prefixes, buffers) if prefixes else []
 
 
 @functools.lru_cache(maxsize=16)
@@ -99,5 +93,5 @@ def all_names(client: Any, spec: ModelSpec, hparams: Any) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=64)
 def shared_names(client: Any, spec: ModelSpec, hparams: Any, prefixes: tuple[str, ...], buffers: str) -> list[str]:
-    """Return the names of a model's arrays under some prefixes; they are equal at all clients of an architecture."""
-    return selection.shared_names(skeleton(client, spec, hparams), prefixes, buffers) if prefixes else []
+    """Return the names of the arrays under some prefixes once for all clients of an architecture."""
+    return selection.shared_names(skeleton(client, spec, hparams), prefixes, buffers)

@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from clients._initial import names_of
+from clients._initial import initial_arrays
 from clients.base import FedClient
 from fedapp import config as configuration
 from fedapp import registry, sampling
@@ -299,8 +299,7 @@ def digits_context(method: Method, hparams: Any, tasks: Sequence[Task], seed: in
 
     def initial_from(k: int) -> Arrays:
         spec = ModelSpec("digits-a", 10, (1, 8, 8), sampling.derived_seed(seed, "server-model", k))
-        model = method.client.build_model(spec, hparams)
-        return selection.extract(model, names_of(model, method, hparams, "global"))
+        return initial_arrays(method.client, spec, method, hparams, "global")
 
     return context(initial_from, [t.client for t in tasks], seed, tasks[0].num_samples)
 

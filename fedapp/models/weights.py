@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from fedapp.errors import BadRequest, listed
+from fedapp.errors import BadRequest, first_of, listed
 from fedapp.lazy import Tensor, nn, torch, torchvision
 
 TORCHVISION = "torchvision.models"
@@ -111,8 +111,7 @@ def fill(name: str, net: nn.Module, path: str, head: str) -> None:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(f"'{n}'" for n in names[:SHOWN]) + more
+    return first_of([f"'{n}'" for n in names], SHOWN)
 
 
 def _stays(module: nn.Module, mode: bool = True) -> nn.Module:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedapp.errors import first_of
 from fedapp.method import Reply
 from fedapp.transport.offences import Dropped
 
@@ -75,11 +76,10 @@ class Exchange:
         """Raise `RoundFailed` unless there were so many valid replies."""
         if len(self.metrics) >= needed:
             return
-        reasons = "; ".join(f"client {d.client}: {d.reason}" for d in self.dropped[:5])
-        more = f" and {len(self.dropped) - 5} more" if len(self.dropped) > 5 else ""
+        reasons = first_of([f"client {d.client}: {d.reason}" for d in self.dropped], 5, "; ")
         text = (
             f"round {self.round}: {len(self.metrics)} valid replies of {len(self.messaged)}, "
-            f"min-replies asks for {needed} ({reasons}{more})"
+            f"min-replies asks for {needed} ({reasons})"
         )
         if len(self.metrics) + len(self.bad) + self.diverged >= needed:
             raise Spoiled(text, self.round, self.dropped)

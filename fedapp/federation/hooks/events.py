@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from fedapp.errors import counted
+from fedapp.errors import counted, first_of
 from fedapp.federation.hook import Hook, Setup
 from fedapp.federation.participants import Outcome, Progress
 from fedapp.method import ServerState
@@ -85,11 +83,6 @@ class LostClients(Hook):
         blocked = self.run.cohort.manager.offences.blocked
         if lost := [text for client, text in sorted(self.lost.items()) if client not in blocked]:
             self.run.warn(f"no valid reply for the rest of the run: {first_of(lost)}")
-
-
-def first_of(texts: Sequence[str]) -> str:
-    """Return the first 20 texts in a line, and the number of further ones."""
-    return ", ".join(texts[:20]) + (f" and {len(texts) - 20} more" if len(texts) > 20 else "")
 
 
 class RoundWarnings(Hook):
