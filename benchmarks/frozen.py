@@ -35,7 +35,7 @@ from fedapp.settings import DataSettings
 
 LIMITS = {"extraction / forward pass, pictures": 1.15, "extraction / forward pass, sentences": 1.15,
           "round of FedRep / of FedAvg": 1.8}  # fmt: skip
-"""What the ratios are to stay below."""
+"""Upper limits of the ratios."""
 
 
 class Recorder:

@@ -94,7 +94,7 @@ def targets_table(figures: Mapping[str, float]) -> list[str]:
 
 
 def machines_table(runs: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the table of the same figures in other runs, by what the runs are called."""
+    """Return the table of the same figures in other runs, one column for each run."""
     rows = [
         (key, f"{side} {bound:g}", *(_judged(run[key], side, bound)[0] if key in run else "" for run in runs.values()))
         for key, _, side, bound in TARGETS

@@ -250,7 +250,7 @@ class Handlers:
         if stated is not None and stated.sgd:
             check_private(client)
             if not len(client.task.y_train):
-                raise BadRequest("dp = 'sgd': there is no training sample: leave this client out, or raise min-samples")
+                raise BadRequest("dp = 'sgd': this client has no training samples: leave it out, or raise min-samples")
         numbers, facts = client.register()
         count = _node(self.context, self.config, request).partitions
         classes = "" if count else nodes.fingerprint(client.task.extras["classes"])

@@ -86,8 +86,8 @@ class NodeCohort(Cohort):
         if self.roster is not None:
             return []
         return [
-            "there is no roster: a client id belongs to the first online node that claims it; fedapp admit writes a "
-            "roster, and FEDAPP_ROSTER names it to the SuperLink"
+            "there is no roster: the first online node to claim a client id gets it; write a roster with fedapp admit, "
+            "and set FEDAPP_ROSTER to it at the SuperLink"
         ]
 
     def candidates(self, able: Sequence[ClientInfo], infos: Sequence[ClientInfo]) -> Sequence[ClientInfo]:

@@ -82,7 +82,7 @@ def unpack(content: RecordDict) -> bool:
 
     Raises
     ------
-    ValueError : this is not a pack, or it holds something twice. Whether its arrays are what they say is not looked at.
+    ValueError : this is not a pack, or it holds something twice. The contents of its arrays are not checked.
     """
     if PACKED not in content.array_records:
         return False

@@ -164,7 +164,7 @@ def decoded(sent: FlowerArray, dtype: str | None = None, checked: bool = False) 
     ----------
     checked : header and size are known to be right: the array stays where it is and cannot be written.
     """
-    # What are no bytes has come through Ray from a process of the same simulation, or in a pack from the server.
+    # Other data than bytes came through Ray from a process of the same simulation, or in a pack from the server.
     if isinstance(sent.data, bytes) and not checked:
         array = sent.numpy()
     else:

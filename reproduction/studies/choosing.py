@@ -339,7 +339,7 @@ def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
 
 
 def missing(runs: Sequence[Kept], known: Comparisons) -> list[str]:
-    """Return a sentence for what has no runs yet, or too few."""
+    """Return sentences that name methods and settings without all their runs."""
     absent = [title(m) for m in registry.discover() if m not in {run.method for run in runs}]
     absent += [b.title for b in definition().block if b.id not in {block.id for block, _ in known}]
     lines = [f"Not measured yet: {'; '.join(absent)}."] if absent else []
@@ -350,7 +350,7 @@ def missing(runs: Sequence[Kept], known: Comparisons) -> list[str]:
 
 
 def settings(known: Comparisons) -> list[str]:
-    """Return the table of settings, and what a client's loss means in it."""
+    """Return the table of settings, with the definition of a losing client."""
     if not known:
         return [UNMEASURED]
     harm = "A client loses where its correct test rows fall by more than one standard error of the difference."

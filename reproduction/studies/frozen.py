@@ -101,7 +101,7 @@ SETTINGS = {
 PLAIN = tuple(SETTINGS)
 """The settings of the first tables."""
 FEW_ROWS = {"cifar10-few": 1536, "banking77-few": 461}
-"""Training rows of data sets of which few are drawn: 1.2 for each feature."""
+"""Number of training rows of the small data sets: 1.2 per feature."""
 for _name, _plain in {"cifar10-few": SETTINGS["cifar10-20"], "banking77-few": SETTINGS["banking77"]}.items():
     _title = f"{_plain.title.partition(',')[0]}, {FEW_ROWS[_name]} training rows, ten clients, Dirichlet 0.1"
     SETTINGS[_name] = Setting(_title, _name, dealt(10, min_samples=2), ("fed3r", "lda", "fedncm"))

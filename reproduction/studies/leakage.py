@@ -493,7 +493,7 @@ def attacks(seeds: Sequence[int], weights: Path) -> dict[str, list[float]]:
 
 
 def rotated_rows(a: Floats, rows: int, mean: Floats) -> Floats:
-    """Return rows of features about their `mean`, (n, d), but for a rotation of the rows.
+    """Return centred rows of features, (n, d), up to an unknown rotation among the rows.
 
     Parameters
     ----------
@@ -513,16 +513,16 @@ def rebuilt_rows(rotated: Floats) -> Floats:
 
 
 def likeness(found: Floats, true: Floats) -> float:
-    """Return the mean absolute correlation of rows that were found and true ones, in the order that fits best."""
+    """Return the mean absolute correlation between found and true rows, matched in the best order."""
     units = [unit_rows(x - x.mean(axis=1, keepdims=True)) for x in (found, true)]
     similar = np.abs(units[0] @ units[1].T)
     return float(similar[linear_sum_assignment(-similar)].mean())
 
 
 def from_moments(x: Floats, rows: int, seed: int) -> dict[str, float]:
-    """Return how like the true ones rows are that are rebuilt from second moments, and before that `rotated` ones.
+    """Return the likeness of rows rebuilt from second moments, and of the `rotated` rows before, to the true rows.
 
-    As many rows are drawn from features (N, d). The attacker knows the mean of all, which the total says.
+    `rows` rows are drawn from features (N, d). The attacker knows the mean of all rows from the total.
     """
     drawn = x[np.random.default_rng(seed).choice(len(x), rows, replace=False)].astype(np.float64)
     h, mean = np.column_stack([drawn, np.ones(rows)]), x.mean(axis=0, dtype=np.float64)

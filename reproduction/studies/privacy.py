@@ -469,16 +469,16 @@ def attack_table(found: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 BODIES = {"cifar10": "pictures, EfficientNet-Lite0", "banking77": "sentences, MiniLM"}
-"""Files of features, and what they are of."""
+"""Files of features: their samples and body."""
 
 
 def numbers_of_rows(width: int) -> tuple[int, ...]:
-    """Return how many rows a client has."""
+    """Return the measured numbers of rows of a client."""
     return 1, 5, 20, width // 4, width
 
 
 def rebuilt(path: Path, seeds: Sequence[int]) -> dict[str, dict[str, list[float]]]:
-    """Return the likeness of rebuilt rows, by their number, with a list over the seeds."""
+    """Return the likeness of rebuilt rows to the true rows: by number of rows, a list over the seeds."""
     with np.load(path) as arrays:
         x = arrays["x"][arrays["split"] == "train"].astype(np.float32)
     return {
@@ -575,7 +575,7 @@ PARTS = ("choice", "accuracy", "attacks", "rows", "cost")
 
 
 def main(
-    data: Annotated[Path | None, typer.Option(help="folder of the files that a part reads")] = None,
+    data: Annotated[Path | None, typer.Option(help="folder with the input files")] = None,
     only: Annotated[str, typer.Option(help=f"parts, with commas (default: {','.join(PARTS)})")] = "",
     seeds: str = ",".join(map(str, SEEDS)),
     kept: Path = DOCS / "privacy.json",
