@@ -38,7 +38,7 @@ def check_training(client: Any) -> None:
     _ = client.class_weights
     held_out = 0 if client.task.x_validation is None else len(client.task.x_validation)
     few = (
-        "leave out validation, or give it more images (in a simulation: a larger min-samples)"
+        "leave out validation, or give it more rows (in a simulation: a larger min-samples)"
         if held_out
         else ("give it more (in a simulation: min-samples = 2 or more)")
     )
@@ -49,10 +49,10 @@ def check_training(client: Any) -> None:
         if spec.batch_size == client.training.batch_size == 1:
             _refuse_single(client, phase, "batch-size is 1", "give batch-size = 2 or more")
         elif phase.rows is not None and 1 in (rows, spec.batch_size):
-            _refuse_single(client, phase, f"a batch of the {phase.draws} images holds one image", "give more")
+            _refuse_single(client, phase, f"a batch of the {phase.draws} rows holds one row", "give more")
         elif rows == 1:
             since = f", since validation holds out {held_out}" if held_out else ""
-            _refuse_single(client, phase, f"it has one image to train on{since}", few)
+            _refuse_single(client, phase, f"it has one row to train on{since}", few)
         step_rates(spec, rate, spec.local_epochs * len(batch_slices(rows, spec.batch_size)))
 
 
@@ -61,7 +61,7 @@ def _refuse_single(client: Any, phase: Phase, what: str, remedy: str) -> None:
     for model in models_of(phase):
         if needs_two(model, client.task.inputs):
             raise BadRequest(
-                f"{what}, and BatchNorm in '{model.name}' needs two images in a batch: "
+                f"{what}, and BatchNorm in '{model.name}' needs two rows in a batch: "
                 f"{remedy}, or choose a model without BatchNorm"
             )
 

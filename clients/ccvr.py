@@ -84,7 +84,7 @@ class CCVRHParams(PostHocHParams):
         ("oracle", True): "sends the features themselves: leave it out",
         **{("cov", c): "has no form with noise: only full and sums have one" for c in ("diag", "lowrank", "pooled")},
         **{
-            ("transform", t): "changes the norm that bounds what one image can change: take transform=none"
+            ("transform", t): "changes the norm that bounds what one row can change: take transform=none"
             for t in ("feature", "sample", "sample-only")
         },
     }

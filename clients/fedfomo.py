@@ -65,7 +65,7 @@ class FedFomoHParams(BaseHParams):
         gt=0,
         lt=1,
         description="share of the local training split held out to compare models (paper: 0.2); where the run itself "
-        "holds out validation images, those are used instead",
+        "holds out validation rows, those are used instead",
     )
     epsilon: float = Field(
         0.3,

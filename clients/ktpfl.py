@@ -66,7 +66,7 @@ class KTpFLHParams(BaseHParams):
         1, ge=0, description="passes over the public set per round (released code, port: 1); 0 switches it off"
     )
     public_batch: int = Field(
-        0, ge=0, description="images per distillation step (released code, port: 256); 0 = batch-size"
+        0, ge=0, description="rows per distillation step (released code, port: 256); 0 = batch-size"
     )
     epochs: Literal["fixed", "growing"] = Field(
         "fixed", description="local epochs: local-epochs, or min(round, 20) (port; released code: mostly up to 10)"
@@ -74,11 +74,11 @@ class KTpFLHParams(BaseHParams):
     freeze_bn: bool = Field(False, description="keep BatchNorm statistics as they are while distilling")
     ship: Literal["indices", "images"] = Field(
         "indices",
-        description="what `public_bytes` counts: the list of indices, or the images themselves (FedClassAvg's paper)",
+        description="what `public_bytes` counts: the list of indices, or the rows themselves (FedClassAvg's paper)",
     )
     share: Literal["predictions", "weights"] = Field(
         "predictions",
-        description="what is mixed: predictions of public images, or, for one architecture, the clients' weights "
+        description="what is mixed: predictions of public rows, or, for one architecture, the clients' weights "
         "('KT-pFL +weight', FedClassAvg's Table 3), which needs no public images",
     )
 
@@ -113,7 +113,7 @@ class KTpFLClient(FedClient):
         """Take the target; the model stays the client's own."""
         target = payload.all()["target"].astype(np.float32)
         if len(target) not in (0, len(self.public)):
-            raise BadRequest(f"the server mixes {len(target)} public images, this client has {len(self.public)}")
+            raise BadRequest(f"the server mixes {len(target)} public rows, this client has {len(self.public)}")
         self.target = torch.from_numpy(target).to(self.device)
 
     def phases(self) -> Sequence[Phase]:

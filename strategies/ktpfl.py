@@ -102,12 +102,12 @@ class KTpFL(Strategy):
         if soft is None or checksum is None:
             return "the predictions, or the checksum of the public set, are missing"
         if soft.ndim != 2 or soft.shape[1] != self.context.num_classes or not len(soft) or soft.dtype.kind != "f":
-            return f"predictions have shape {soft.shape}, expected (images, {self.context.num_classes})"
+            return f"predictions have shape {soft.shape}, expected (rows, {self.context.num_classes})"
         if problem := problem_of(soft):
             return f"predictions {problem}"
         mine, known = [int(checksum), len(soft)], state["public"]
         if known and mine != list(known):
-            return f"another public set ({mine[1]} images) than the other clients have ({known[1]} images)"
+            return f"another public set ({mine[1]} rows) than the other clients have ({known[1]} rows)"
         return None
 
     def sent(self, reply: Reply) -> Array:

@@ -480,7 +480,7 @@ def test_a_client_without_public_set_says_what_to_do() -> None:
     made.task = replace(made.task, extras={})
     with pytest.raises(BadRequest, match="public-data"):
         made.train_round(no_target(), 1)
-    with pytest.raises(BadRequest, match="mixes 3 public images"):
+    with pytest.raises(BadRequest, match="mixes 3 public rows"):
         client().train_round(Payload(arrays={"target": np.full((3, 10), 0.1, np.float32)}), 2)
 
 

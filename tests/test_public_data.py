@@ -75,7 +75,7 @@ def test_an_image_of_several_clients_is_taken_from_all_and_a_client_keeps_one() 
     shared = replace(whole, clients=(partitions.ClientSplit(rows, rows[:0]), partitions.ClientSplit(rows, rows[:0])))
     left, public = partitions.hold_back(shared, 0.1, seed=0)
     assert all(not np.isin(c.train, public).any() for c in left.clients)
-    with pytest.raises(BadRequest, match="no training image left"):
+    with pytest.raises(BadRequest, match="no training row left"):
         partitions.hold_back(
             replace(
                 whole, clients=(partitions.ClientSplit(rows, rows[:0]), partitions.ClientSplit(rows[:2], rows[:0]))
@@ -146,7 +146,7 @@ def test_another_data_set_is_drawn_with_the_seed(tmp_path: Path) -> None:
     assert tasks.federated(_config(public_data="fashion_mnist:30", **{**base, "method": "local"}), 2).public is None
     with pytest.raises(BadRequest, match="32x32"):
         tasks.federated(_config(public_data="cifar10:30", **base), 2)
-    with pytest.raises(BadRequest, match="90 training images"):
+    with pytest.raises(BadRequest, match="90 training rows"):
         tasks.federated(_config(public_data="fashion_mnist:91", **base), 2)
 
 

@@ -66,7 +66,7 @@ def test_which_models_need_two_images(name: str, size: int, two: bool) -> None:
 @pytest.mark.parametrize("model", ["resnet18", "googlenet"])
 @pytest.mark.parametrize("method", SOME)
 def test_a_client_with_one_image_is_refused_when_it_registers(method: str, model: str) -> None:
-    with pytest.raises(BadRequest, match=f"one image to train on.*'{model}' needs two.*min-samples = 2"):
+    with pytest.raises(BadRequest, match=f"one row to train on.*'{model}' needs two.*min-samples = 2"):
         client(method, task(1, model)).register()
 
 
@@ -80,7 +80,7 @@ def test_the_error_names_validation_where_it_took_the_other_images() -> None:
         ):
             client("fedavg", held).register()
     empty = replace(split, x_validation=whole.x_train[:0], y_validation=whole.y_train[:0])
-    with pytest.raises(BadRequest, match=r"one image to train on, and .*min-samples = 2 or more"):
+    with pytest.raises(BadRequest, match=r"one row to train on, and .*min-samples = 2 or more"):
         client("fedavg", empty).register()
 
 
@@ -108,10 +108,10 @@ def test_the_small_model_counts_too(method: str) -> None:
 
 
 def test_public_images_come_in_batches_of_two_or_more() -> None:
-    with pytest.raises(BadRequest, match="public images holds one"):
+    with pytest.raises(BadRequest, match="public rows holds one"):
         client("ktpfl", task(8), public_batch=1).register()
     lone = replace(task(8), extras={"public": task(8).x_train[:1]})
-    with pytest.raises(BadRequest, match="public images holds one"):
+    with pytest.raises(BadRequest, match="public rows holds one"):
         client("ktpfl", lone).register()
     for harmless in ({"freeze_bn": True}, {"distil_epochs": 0}):
         client("ktpfl", lone, **harmless).register()

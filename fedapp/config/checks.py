@@ -60,7 +60,7 @@ def check(config: RunConfig) -> None:
     if not rounds and getattr(hparams, "base", "") != "none":
         raise BadRequest(f"num-server-rounds = 0: {config.federation.method} trains in rounds, so give at least 1")
     if chooses and not config.data.validation:
-        raise BadRequest("select = 'validation' needs validation images: hold some out with --set validation=0.1")
+        raise BadRequest("select = 'validation' needs validation rows: hold some out with --set validation=0.1")
     if chooses and "received" not in scores.measured:
         raise BadRequest(
             f"select = 'validation' chooses by received, but protocols = '{scores.protocols}': measure it too"

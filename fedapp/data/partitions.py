@@ -288,7 +288,7 @@ def _check(dataset: Dataset, settings: DataSettings) -> None:
         if value not in known and not flower.is_named(value):
             raise BadRequest(f"unknown {what} '{value}'{suggest_choice(value, known)}")
     if split == "official" and dataset.num_test == 0:
-        raise BadRequest(f"{dataset.name} has no official test images: choose split 'holdout' (75/25 per client)")
+        raise BadRequest(f"{dataset.name} has no official test rows: choose split 'holdout' (75/25 per client)")
     samples = dataset.num_train + (dataset.num_test if split == "merged" else 0)
     if clients < 1 and not (clients == 0 and flower.is_named(kind) and flower.counts_clients(kind)):
         raise BadRequest(f"clients must be at least 1, got {clients}")
@@ -395,7 +395,7 @@ def _two_class(
     train_pool, test_pool = (pool, pool[:0]) if official else _stratified(pool, labels, test_rng, settings.test_share)
     train_of, test_of = ([rows[labels[rows] == c] for c in range(classes)] for rows in (train_pool, test_pool))
     if sum(len(rows) > 0 for rows in train_of) < 2:
-        raise BadRequest("partition 'two-class' needs images of at least two classes")
+        raise BadRequest("partition 'two-class' needs rows of at least two classes")
     train_each = len(train_pool) // (2 * settings.clients)
     test_each = max(1, len(test_pool) // (2 * settings.clients))
     held, tests = [], []
@@ -515,7 +515,7 @@ def hold_back(partition: Partition, share: float, seed: int, without: Collection
         images others hold too would have none left.
     """
     if not 0 < share < 1:
-        raise BadRequest(f"a public set is a share of the training images between 0 and 1, got {share}")
+        raise BadRequest(f"a public set is a share of the training rows between 0 and 1, got {share}")
     rng = np.random.default_rng(np.random.SeedSequence([seed, 200]))
     given = []
     for k, client in enumerate(partition.clients):
@@ -524,12 +524,12 @@ def hold_back(partition: Partition, share: float, seed: int, without: Collection
         given.append(drawn[:0] if k in without else drawn)
     public = np.unique(np.concatenate(given))
     if len(public) == 0:
-        raise BadRequest(f"a share of {share:g} of the training images holds back none: give a larger one")
+        raise BadRequest(f"a share of {share:g} of the training rows holds back none: give a larger one")
     kept = [replace(c, train=c.train[~np.isin(c.train, public)]) for c in partition.clients]
     empty = [str(k) for k, c in enumerate(kept) if len(c.train) == 0]
     if empty:
         raise BadRequest(
-            f"with a public share of {share:g} client {', '.join(empty[:5])} has no training image left: "
+            f"with a public share of {share:g} client {', '.join(empty[:5])} has no training row left: "
             "give a smaller share, or another data set"
         )
     return partition.with_clients(kept, public_share=float(share), public_images=len(public)), public

@@ -632,7 +632,7 @@ def _beforehand(values: Mapping[str, Any], jobs: Sequence[Job]) -> Iterator[str]
         yield data_card(data.dataset, data.partition).text(seed=f"seed {job.seed} of {seeds}" if seeds > 1 else "")
     public = jobs[0].config.data.public_data
     if public and not values.get("public-data"):
-        yield f"public-data = {public} for all methods, since one of them needs public images"
+        yield f"public-data = {public} for all methods, since one of them needs public rows"
 
 
 def _report(out: Path, finished: Sequence[Job]) -> None:

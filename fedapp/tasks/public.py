@@ -57,7 +57,7 @@ def public_source(config: RunConfig) -> PublicSource | None:
         source = _other_source(config, text)  # checked for every method, used by those that need it
         return source if needed else None
     if not 0 < share < 1:
-        raise BadRequest(f"public-data = '{text}': a share of the training images lies between 0 and 1")
+        raise BadRequest(f"public-data = '{text}': a share of the training rows lies between 0 and 1")
     return PublicSource(share=share)
 
 
@@ -65,11 +65,11 @@ def _other_source(config: RunConfig, text: str) -> PublicSource:
     """Read `NAME` or `NAME:COUNT`."""
     name, _, count = text.partition(":")
     if count and not (count.isascii() and count.isdigit() and int(count) > 0):
-        raise BadRequest(f"public-data = '{text}': give the number of images after the colon, as in {name}:3000")
+        raise BadRequest(f"public-data = '{text}': give the number of rows after the colon, as in {name}:3000")
     others = [d for d in DATASET_NAMES if d not in (*OWN, config.data.dataset)]
     if name not in others:
         raise BadRequest(
-            f"public-data = '{text}': give a share of the training images such as 0.05, or another data set "
+            f"public-data = '{text}': give a share of the training rows such as 0.05, or another data set "
             f"({', '.join(others)}), NAME or NAME:COUNT"
         )
     return PublicSource(dataset=name, count=int(count or PUBLIC_IMAGES))
@@ -101,7 +101,7 @@ def draw_images(source: PublicSource, private: str, inputs: InputSpec, data_dir:
         )
     if source.count > other.num_train:
         raise BadRequest(
-            f"public-data = '{source.dataset}:{source.count}': {source.dataset} has {other.num_train} training images"
+            f"public-data = '{source.dataset}:{source.count}': {source.dataset} has {other.num_train} training rows"
         )
     drawn = sampling.rng(seed, "public").choice(other.num_train, source.count, replace=False)
     return other.take(np.sort(drawn))[0]
@@ -119,7 +119,7 @@ def node_images(config: RunConfig, inputs: InputSpec) -> Samples | None:
         return None
     if source.share:
         raise BadRequest(
-            f"{config.federation.method} needs public images, and nodes with their own data have none in common: "
+            f"{config.federation.method} needs public rows, and nodes with their own data have none in common: "
             "give public-data = NAME or NAME:COUNT, a data set that every node has in its data-dir"
         )
     return draw_images(source, "the node's data", inputs, config.data.data_dir, config.data_seed)
