@@ -102,7 +102,7 @@ def models_of(phase: Phase) -> list[SplitModel]:
 
 
 def facts_of_the_body(client: Any) -> dict[str, Scalar]:
-    """Return checksums of what is not sent and is the same everywhere: frozen layers, a body, random directions."""
+    """Return checksums of unsent arrays that are equal everywhere: frozen layers, a body, random directions."""
     stored = client.task.settings.weights
     found: dict[str, Scalar] = {"weights": weights.checksum(stored)} if stored and client.task.settings.freeze else {}
     args = frozen.of(client.task.model, client.task.settings)

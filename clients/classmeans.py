@@ -21,7 +21,7 @@ class ClassMeansClient(FedClient):
     epoch: int
 
     def rows_of(self, representations: Tensor) -> Tensor:
-        """Return what is averaged, (n, rows_width), from representations (n, width)."""
+        """Return the averaged rows, (n, rows_width), from representations (n, width)."""
         return representations
 
     @property

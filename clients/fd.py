@@ -31,7 +31,7 @@ class FDHParams(BaseHParams):
     gamma: float = Field(1.0, ge=0, description="weight of the distillation term (paper: not given; common code: 1)")
     output: Literal["softmax", "logits"] = Field(
         "softmax",
-        description="what is averaged: softmax = probabilities, with cross-entropy to the target (paper); logits, with "
+        description="the averaged outputs: softmax = probabilities, cross-entropy to the target (paper); logits, with "
         "the mean squared error to the target",
     )
     include_self: bool = Field(

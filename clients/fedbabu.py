@@ -36,7 +36,7 @@ class FedBABUHParams(BaseHParams):
         "samples", description="how bodies are averaged: by n_k, or all alike (released code)"
     )
     tune: Literal["full", "head", "body"] = Field(
-        "full", description="what is fine-tuned for the last score (paper: all three, full as a rule)"
+        "full", description="the part that is fine-tuned for the last score (paper: all three, full as a rule)"
     )
     tune_epochs: int = Field(5, ge=0, description="epochs of fine-tuning (released code: 5); 0 = none")
     tune_lr: float | None = Field(

@@ -59,7 +59,7 @@ class FedClassAvgHParams(BaseHParams):
     contrastive: float = Field(1.0, ge=0, description="weight of the contrastive term (paper: 1); 0 switches it off")
     share: Literal["head", "all", "none"] = Field(
         "head",
-        description="what is averaged: the head, the whole model ('+weight', Table 3), or nothing (control: the same "
+        description="the averaged part: the head, the whole model ('+weight', Table 3), or nothing (control: the same "
         "loss, but each client gets back its own head)",
     )
     temperature: float | None = Field(None, gt=0, description="T, instead of the preset's")

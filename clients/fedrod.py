@@ -54,7 +54,7 @@ def log_prior(counts: Tensor, gamma: float, absent: str) -> Tensor:
 
 
 class FedRoDClient(FedClient):
-    """Trains the generic model on a balanced loss, and the personal head on what is left."""
+    """Trains the generic model on a balanced loss, and the personal head on the residual."""
 
     private_logits = True
     model: RoDModel

@@ -78,7 +78,7 @@ class KTpFLHParams(BaseHParams):
     )
     share: Literal["predictions", "weights"] = Field(
         "predictions",
-        description="what is mixed: predictions of public rows, or, for one architecture, the clients' weights "
+        description="the mixed arrays: predictions of public rows, or, for one architecture, the clients' weights "
         "('KT-pFL +weight', FedClassAvg's Table 3), which needs no public images",
     )
 

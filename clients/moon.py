@@ -65,7 +65,7 @@ class MoonClient(FedClient):
                 self.references = [batched(m.represent, self.task.x_train, self.task.inputs) for m in self.frozen]
 
     def step_loss(self, batch: Batch) -> Tensor:
-        """Return l_sup + mu * l_con; exactly FedAvg's loss where mu is 0 or there is no previous model."""
+        """Return l_sup + mu * l_con; exactly FedAvg's loss if mu is 0 or without a previous model."""
         if not self.frozen:
             return super().step_loss(batch)
         z = self.model.represent(batch.x)

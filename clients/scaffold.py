@@ -91,7 +91,7 @@ class ScaffoldClient(FedClient):
                 p.grad += correction
 
     def after_training(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
-        """Keep c_i+, and return Delta c_i = c_i+ - c_i: 0 for what is not trained, and without steps."""
+        """Keep c_i+, and return Delta c_i = c_i+ - c_i: 0 for untrained arrays, and without steps."""
         change = {name: np.zeros_like(c) for name, c in self.c.items()}
         if self.report.steps:
             for name, total in zip(self.names, self.gradients, strict=True):

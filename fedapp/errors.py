@@ -243,7 +243,7 @@ def is_number(text: str) -> bool:
 
 
 def described(shape: tuple[int, ...]) -> str:
-    """Say in words what samples of a shape are: images (C, H, W), series (C, T), table rows (F,), or arrays."""
+    """Describe samples of a shape in words: images (C, H, W), series (C, T), table rows (F,), or arrays."""
     if len(shape) == 3:
         channels, height, width = shape
         return f"images of {height}x{width} pixels with {counted(channels, 'channel')}"

@@ -49,7 +49,7 @@ OURS = ("fedapp", "clients", "strategies")
 
 
 def loaded(module: str) -> Any:
-    """Import a large module without the collector of cyclic garbage, and keep what is there now out of its sight.
+    """Import a large module without the collector of cyclic garbage, and exempt all present objects from it.
 
     PyTorch makes half a million objects that stay. To look through them takes 0.14 s, several times during the import
     and again and again after it, in every process of a run.

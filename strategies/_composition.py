@@ -256,4 +256,4 @@ NONE = Method(
     reduces={"train": {}},
     global_model=True,
 )
-"""The base that trains nothing; it is no method of its own."""
+"""The base that trains nothing; it is not a method of its own."""

@@ -213,7 +213,7 @@ class FlowerStrategy(FedAvg):
 
         Raises
         ------
-        BadRequest : says how to name the head, or what is missing.
+        BadRequest : how to name the head, or the missing part.
         """
         method = self.maths.method
         known = ", ".join(dict.fromkeys(n.rpartition(".")[0] or n for n in self._whole)) or "none"
@@ -271,7 +271,7 @@ class FlowerStrategy(FedAvg):
         evaluate = kind == MessageType.EVALUATE
         purpose = "evaluation" if evaluate else "sampling"
         chosen = sample_clients(self.seed, server_round, list(node_of), wanted / among, purpose)
-        # A client that gets the whole model loads all of it, with what is not averaged as it was.
+        # A client that gets the whole model loads all of it, with unaveraged arrays unchanged.
         fixed = {n: self._whole[n] for n in self._sent() if n not in self._initial}
         encoder = Encoder()
         # An evaluation scores what was just aggregated, which is what the next round would send.

@@ -64,7 +64,7 @@ class CwFedAvg(Strategy):
         return classwise_names(self.hparams.layers, list(self.context.initial))
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
-        """Return theta_i (line 6); what is the same for all clients travels as common arrays."""
+        """Return theta_i (line 6); arrays that are the same for all clients travel once."""
         return next(self.send_each(state, server_round, [client]))[1]
 
     def send_each(self, state: ServerState, server_round: int, clients: Iterable[int]) -> Iterator[tuple[int, Payload]]:

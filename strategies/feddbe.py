@@ -30,7 +30,7 @@ class FedDBE(Strategy):
         return Payload(common={**state["model"], **({MEAN: state["mean"]} if "mean" in state else {})})
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
-        """Average theta, and the means where there is no z-bar^g yet; without replies nothing moves."""
+        """Average theta, and the means without a z-bar^g; without replies nothing changes."""
         if not reduced.clients:
             return state
         model = dict(reduced.arrays("model"))

@@ -50,7 +50,7 @@ class FedGHG(FedGH):
         return {**super().init(context), "between": np.zeros(0)}
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse what is no set of LARs with variances and, if asked for, counts."""
+        """Refuse replies without valid LARs, variances and, if asked for, counts."""
         s, cov, counts = self.hparams, reply.arrays.get("cov"), reply.arrays.get("counts")
         if (cov is None) != (s.cov == "none") or (counts is None) != (s.weights == "equal"):
             kind = f"a reply with cov={s.cov} and weights={s.weights}"

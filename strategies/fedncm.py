@@ -32,7 +32,7 @@ from strategies._sums import HeadFromSums, head_method
 class FedNCMHParams(TotalsHParams):
     """Hyperparameters of FedNCM; those of the base method are given as `base.NAME=value`."""
 
-    metric: Literal["cosine", "euclidean"] = Field("cosine", description="what is nearest (paper: cosine)")
+    metric: Literal["cosine", "euclidean"] = Field("cosine", description="the distance to class means (paper: cosine)")
 
     def solved(self, found: Totals) -> tuple[Float64, dict[str, Any]]:
         """Return the class means as a head (step 3)."""

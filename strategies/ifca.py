@@ -60,7 +60,7 @@ class IFCA(Strategy):
         return None
 
     def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
-        """Average each model over those that chose it, and what is shared over all participants."""
+        """Average each model over those that chose it, and the shared arrays over all participants."""
         means = {c: reduced.mean(model, c) for c, model in state["clusters"].items()}
         over_all = reduced.mean(state["shared"])
         chosen = dict(state["chosen"])

@@ -88,7 +88,7 @@ class Project:
         return f"{self.name}-{service}"
 
     def running(self, service: str) -> bool:
-        """Tell whether a service's container is there and its first process lives."""
+        """Return whether a service's container exists and its first process lives."""
         done = subprocess.run(["runc", "state", self.container(service)], capture_output=True, text=True)
         return done.returncode == 0 and json.loads(done.stdout)["status"] == "running"
 

@@ -33,7 +33,7 @@ TOKENS = 256
 
 @dataclass(frozen=True)
 class Body:
-    """A network without its head, and what is done to samples before it.
+    """A network without its head, and its preprocessing of samples.
 
     Attributes
     ----------

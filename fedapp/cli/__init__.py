@@ -281,7 +281,7 @@ def compare(
         methods = (recipe.methods if recipe else "") or (f"local,{values['method']}" if "method" in values else "")
     with terminal.quiet(quiet):
         terminal.announce("reading settings and data")
-        from fedapp.experiments import compare as comparing  # slow to load: what is refused above is refused at once
+        from fedapp.experiments import compare as comparing  # slow to load: refusals above come first
 
         plan = comparing.Plan(
             values, methods or comparing.DEFAULT_METHODS, seeds, lists["dataset"], lists["partition"], sweep, grid,

@@ -15,7 +15,7 @@ from fedapp.results.terminal import Screen, echo
 
 
 def on_terminal() -> bool:
-    """Return whether a person reads what is printed."""
+    """Return whether a person reads the output."""
     return sys.stdout.isatty()
 
 
@@ -67,7 +67,7 @@ def entries(rows: Sequence[Sequence[str]], below: Callable[[Sequence[str]], tupl
 
     Parameters
     ----------
-    rows : cells, the name first; what is printed with tabs.
+    rows : cells, the name first; printed with tabs.
     below : what a row says under its name: a sentence, and facts that are set off from it.
     """
     if not on_terminal():
@@ -82,7 +82,7 @@ def entries(rows: Sequence[Sequence[str]], below: Callable[[Sequence[str]], tupl
 
 
 def kind(schema: Mapping[str, Any], code: Callable[[object], str] = str) -> str:
-    """Say in words what a JSON schema of one value allows.
+    """Describe the values that a JSON schema allows.
 
     Parameters
     ----------

@@ -136,7 +136,7 @@ def in_brackets(what: str, text: str) -> tuple[str, list[str]]:
 
 
 def told_apart(what: str, method: str, inside: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Tell hyperparameters of a method from its run-config keys, in the parts of its brackets.
+    """Separate a method's hyperparameters from run-config keys, in the parts of its brackets.
 
     A name is a hyperparameter of the method; where the method has none of that name, it is one of the run-config keys
     :data:`OWN_SETTINGS`. `config.lr` always means the key (CCVR has an `lr` of its own).
@@ -194,7 +194,7 @@ def key_of(name: str) -> str | None:
 
 
 def hyperparameter_text(name: str, value: object, give: str, method: str = "") -> str:
-    """Say which methods have a hyperparameter of this name, and how it is given; empty where none has it.
+    """Return the methods with a hyperparameter of this name, and how to set it; empty if there are none.
 
     Parameters
     ----------

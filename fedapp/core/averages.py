@@ -203,7 +203,7 @@ class RunningMean:
 
 
 def _difference(expected: Mapping[str, tuple[int, ...]], got: Mapping[str, tuple[int, ...]]) -> str:
-    """Say in one line how a model's names or shapes differ from the first one's."""
+    """Describe in one line how a model's names or shapes differ from the first one's."""
     missing = sorted(set(expected) - set(got))
     extra = sorted(set(got) - set(expected))
     if missing or extra:

@@ -72,7 +72,7 @@ class ClassMeans:
 
 
 def problem_of(values: NDArray[Any] | None, labels: NDArray[Any] | None, width: int, num_classes: int) -> str | None:
-    """Say why arrays that came from elsewhere are not one row per class, or return None.
+    """Return the reason that received arrays are not one row per class, or None.
 
     Parameters
     ----------

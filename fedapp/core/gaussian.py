@@ -7,7 +7,7 @@ arXiv:2106.05001, Section 4 and Appendix A.
 ``N_ck``            number of samples of class c on client k; ``N_c`` their sum over clients
 ``mu_ck``           mean of the d features (Eq. 2), ``mu_c`` the pooled mean (Eq. 3)
 ``Sigma_ck``        covariance with divisor ``N_ck - 1`` (Eq. 2), ``Sigma_c`` the pooled covariance (Eq. 4)
-``M2``              scatter: the sum of squared deviations ``(N - 1) Sigma``; what is accumulated here
+``M2``              scatter: the sum of squared deviations ``(N - 1) Sigma``; it is accumulated here
 ==================  =======================================================================================
 
 Equation 4 as printed subtracts ``mu_c mu_c^T`` from a sum of ``mu_ck mu_ck^T``. Where means are large compared with the
@@ -387,7 +387,7 @@ def to_arrays(
 
 
 def _finite(array: Array) -> bool:
-    """Say whether all entries are finite. A finite sum proves it in one cheap pass; one that overflowed does not."""
+    """Return whether all entries are finite. A finite sum proves it in one cheap pass; one that overflowed does not."""
     return bool(torch.isfinite(as_tensor(array).sum())) or bool(np.isfinite(array).all())
 
 
@@ -396,7 +396,7 @@ ROUNDING = 1e-3
 
 
 def problem_of(arrays: Mapping[str, Array], mode: Mode, num_classes: int, width: int) -> str | None:
-    """Say why arrays that came from elsewhere cannot be statistics, or return None.
+    """Return the reason that received arrays cannot be statistics, or None.
 
     Parameters
     ----------

@@ -118,7 +118,7 @@ def norm_ratio(weight: Array) -> float | None:
 
 
 def problem_of(z: Array | None, labels: Array | None, width: int, num_classes: int) -> str | None:
-    """Say why arrays that came from elsewhere are not labelled representations, or return None.
+    """Return the reason that received arrays are not labelled representations, or None.
 
     Parameters
     ----------

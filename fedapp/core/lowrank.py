@@ -91,7 +91,7 @@ def ranks(parts: Mapping[str, Array]) -> dict[str, int]:
 
 
 def problem_of(parts: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Say why parts that came from elsewhere cannot be turned into arrays of these shapes, or return None."""
+    """Return the reason that received parts cannot become arrays of these shapes, or None."""
     left = set(parts)
     for name, shape in shapes.items():
         factors = [name + part for part in _PARTS]

@@ -53,7 +53,7 @@ def between_share(classes: Mapping[int, Sequence[Gaussian]], equal: bool) -> flo
 
 
 def problem_of(arrays: Mapping[str, Array], width: int, full: bool, samples: int) -> str | None:
-    """Say why the covariances and counts of a client's classes cannot be any, or return None.
+    """Return the reason that a client's covariances and counts are invalid, or None.
 
     Parameters
     ----------

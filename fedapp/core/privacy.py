@@ -63,7 +63,7 @@ class Privacy:
     test : noise of a seeded generator, which protects no one.
     summed : number of clients in a secure sum; 0 = the server sees each release.
     share : variance of this client's noise as a share of the sum's, whose standard deviation `noise` then is.
-    sgd : what is released is a model that was trained by steps with noise (DP-SGD); `noise` is that of a step, 0 for as
+    sgd : the release is a model trained by steps with noise (DP-SGD); `noise` is that of a step, 0 for as
         much as the client's own training needs.
     rounds, asked : with `sgd`: trainings of the run, and the epsilon that they are to spend together if `noise` is 0.
     """
@@ -331,7 +331,7 @@ class Joint:
         return {n: sigma / {"count": self.weight, "sum": 1.0, "square": self.beta}[n] for n in self.shapes}
 
     def problem_of(self, arrays: Mapping[str, Array]) -> str | None:
-        """Say why arrays that came from elsewhere are not such parts, or return None."""
+        """Return the reason that received arrays are not such parts, or None."""
         if set(arrays) != set(self.shapes):
             return Impossible(f"noised sums consist of {sorted(self.shapes)}, got {sorted(arrays)}")
         for name, shape in self.shapes.items():

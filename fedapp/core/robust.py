@@ -16,7 +16,7 @@ of them malicious:
 
 Every limit is a multiple of a `lower_median`.
 
-Rules are composed from left to right: ``norm+trimmed`` bounds all updates and trims what is left. `norm` and
+Rules are composed from left to right: ``norm+trimmed`` bounds all updates, then trims. `norm` and
 `geomedian` weigh clients by their sample counts. A client states its own count, so `capped` goes with them.
 The other rules count every client once.
 
@@ -211,7 +211,7 @@ def fitting(rules: tuple[str, ...], f: int, senders: int) -> tuple[str, ...]:
     """Return the rules for a class or cluster of that many senders.
 
     These are the rules themselves where they hold. Else it is the median, which needs no f. Below `FEW` senders there
-    is no vote, and updates are only bounded.
+    is not a vote, and updates are only bounded.
     """
     if not rules or senders >= needed(rules, f):
         return rules

@@ -82,7 +82,7 @@ def threshold(clients: int, dropout: float) -> int:
 
 
 def flaw(clients: int, threshold: int, colluders: int) -> str | None:
-    """Say why sums would not hide single values, or return None.
+    """Return the reason that sums would reveal single values, or None.
 
     Parameters
     ----------
@@ -415,7 +415,7 @@ class Collector:
         self.summed.append(client)
 
     def codes(self, client: int, agreed: Mapping[int, Bytes]) -> Bytes:
-        """Return what is for one client of what each returned in `Member.agree`, (n_3, KEY); zeros of who did not."""
+        """Return one client's part of each reply of `Member.agree`, (n_3, KEY); zeros without a reply."""
         left = sorted(self.summed)
         none = np.zeros((len(left), KEY), np.uint8)
         return np.stack([agreed.get(other, none)[left.index(client)] for other in left])

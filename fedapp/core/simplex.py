@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 Float64 = NDArray[np.float64]
 RIDGE = 1e-12
-"""Times the trace of P: what is added to the diagonal, and how much smaller a gradient must be to count as smaller."""
+"""Times the trace of P: the ridge on the diagonal, and how much smaller a gradient must be to count as smaller."""
 
 
 def minimise(p: Float64) -> Float64:

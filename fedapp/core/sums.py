@@ -78,7 +78,7 @@ def exact(samples: float, largest: float, bits: int) -> bool:
 
 
 def problem_of_rounding(arrays: Mapping[str, Array], bits: int, samples: float, largest: float) -> str | None:
-    """Say why sums, as in `problem_of`, cannot be those of features that are multiples of ``2^-k``, or return None.
+    """Return the reason that sums (see `problem_of`) are not of features that are multiples of ``2^-k``, or None.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ def problem_of(
     lost: float = 0.0,
     energy: bool = False,
 ) -> str | None:
-    """Say why arrays that came from elsewhere cannot be sums of features, or return None.
+    """Return the reason that received arrays cannot be sums of features, or None.
 
     Parameters
     ----------
@@ -216,7 +216,7 @@ def problem_of(
 
 
 def _problem_of_squares(packed: Float64, b: Float64, lost: float) -> str | None:
-    """Say why packed second moments do not belong to the sums over classes, or return None."""
+    """Return the reason that packed second moments contradict the sums over classes, or None."""
     # All that follows works in place on the lower triangle.
     a, _ = lapack.dtpttr(b.shape[1], packed, uplo="L")
     if (a.diagonal() < 0).any():

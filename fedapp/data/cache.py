@@ -105,7 +105,7 @@ class Store:
 
 
 def _written(root: Path) -> contextlib.AbstractContextManager[None]:
-    """Say what to do if the block cannot write into the cache; NumPy's reason counts the bytes that are missing."""
+    """Add the remedy if the block cannot write into the cache; NumPy's reason counts the missing bytes."""
     remedy = "free some space on its disk, or set FEDAPP_CACHE to a folder that can be written and has more"
     return explained(f"cannot write the data cache {root}", remedy)
 

@@ -181,7 +181,7 @@ def read_client(path: Path, root: Path) -> dict[str, Array]:
 
 
 def form_of(arrays: Mapping[str, Array]) -> str:
-    """Say what the file of one client must have in common with the others."""
+    """Return the properties that the files of all clients must share."""
     there = ", ".join(key for key in CLIENT_COLUMNS if key in arrays)
     kinds = {"image": "images", "series": "series", "table": "rows of features", "array": "arrays"}
     return f"the columns {there} with {kinds[_kind(arrays['x'])]}"

@@ -27,7 +27,7 @@ class Dataset:
     x_train, x_test : images uint8 (N, H, W, C), all others float32 (N, *shape); the test array may have no rows.
     y_train, y_test : int64 (N,), values 0 .. num_classes - 1.
     classes : name of each class.
-    scale : largest grey level: 16 for digits, else 255; 1 for what is no image.
+    scale : largest grey level: 16 for digits, else 255; 1 for data that are not images.
     mean, std : of x / scale per channel, as published for the data set; empty where nothing is published, for which
         rows train is not known here.
     kind : `image`, `series` (N, C, T), `table` (N, F) or `array` (N, ...).

@@ -132,7 +132,7 @@ def published(name: str) -> Facts | None:
 
 
 def origin(name: str) -> str:
-    """Say where a published data set comes from."""
+    """Return the source of a published data set."""
     wins = f"{name}.npz in data-dir"
     if name == "digits":
         return "comes with scikit-learn; nothing is downloaded"

@@ -72,7 +72,7 @@ def binary(x: Rows) -> tuple[bool, ...]:
 
 
 def rounded(values: npt.NDArray[Any]) -> str:
-    """Say how float32 takes the differences out of numbers, with the remedy; empty where it keeps them.
+    """Warn that float32 loses the differences of numbers, with the remedy; empty if it keeps them.
 
     Numbers far from zero have few digits left for their differences, and no later step gets these back.
     """

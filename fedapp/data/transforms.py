@@ -73,7 +73,7 @@ class InputSpec:
     features : names of a table's features; `column=category` is one category of a text column. Empty = unknown.
     columns : the column of the table that each feature is read from. Empty = unknown.
     body : SHA-256 of the pretrained body whose features the samples are. Empty = they are no features, or unknown.
-    extraction : what is known of that body and its samples (`columns.REPEATED`), as JSON. Empty = unknown.
+    extraction : facts about that body and its samples (`columns.REPEATED`), as JSON. Empty = unknown.
     """
 
     shape: tuple[int, ...]

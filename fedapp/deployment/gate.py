@@ -69,7 +69,7 @@ SUMMARY = 60.0
 class Gate:
     """Pass a node's requests to an ASGI app, and answer all others.
 
-    A list of what is allowed decides, on the decoded path that the app itself routes by: a list of what is forbidden
+    An allow list decides, on the decoded path that the app itself routes by: a deny list
     would be passed by an encoded slash.
 
     Parameters
@@ -247,7 +247,7 @@ class Gate:
 
     async def _pull(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Let the app answer a node that asks for messages; where there is none, when a run has sent some."""
-        news = self._news  # what is sent while the app answers also counts
+        news = self._news  # bytes sent while the app answers also count
         response, found = await self._asked(scope, body, receive)
         if found == [] and self._held < HELD:
             gone, rung = asyncio.ensure_future(receive()), asyncio.ensure_future(news.wait())

@@ -202,7 +202,7 @@ def make_requests_atomic() -> None:
 
 
 _WRONG = (KeyError, OverflowError, TypeError, ValueError, NoObjectInStoreError, UnexpectedObjectContentError)
-"""What Flower raises for a request that names what is not there or holds what cannot be; the answer is 400."""
+"""Errors that Flower raises for a request with an unknown name or an invalid value; the answer is 400."""
 
 
 def _atomic(handler: Callable[..., Any]) -> Callable[..., Any]:

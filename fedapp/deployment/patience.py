@@ -184,14 +184,14 @@ class TimeLimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._head, self._fields, self._headed = 0, 0, False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a field of a head; the parser answers 400 to what is raised here."""
+        """Take a field of a head; the parser answers 400 to errors raised here."""
         self._fields += 1
         if self._fields > FIELDS:
             raise ValueError(f"a request has at most {FIELDS} fields")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to read a body; the parser answers 400 to what is raised here."""
+        """Begin to read a body; the parser answers 400 to errors raised here."""
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD:
             raise ValueError(f"the head of a request has at most {HEAD} bytes")
         self._headed = True

@@ -216,7 +216,7 @@ class ForkServer:
                 os.kill(pid, number)
 
     def reap(self) -> None:
-        """Tell callers how their forks have ended."""
+        """Send callers the exit codes of their forks."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended

@@ -95,7 +95,7 @@ def _project_file(home: Path) -> Path:
 
 
 def _not_bundled(folder: str, names: list[str]) -> set[str]:
-    """Name what is not copied: caches, and file types that Flower would not bundle."""
+    """Name the files that are not copied: caches, and file types that Flower would not bundle."""
     return {
         name
         for name in names
@@ -192,7 +192,7 @@ class Control:
         Raises
         ------
         BadRequest : Flower refuses the run-config.
-        LaunchError : there is no answer, or another error; with Flower's message.
+        LaunchError : no answer, or another error; with Flower's message.
         """
         import click
         from flwr.cli.build import build_fab_from_disk

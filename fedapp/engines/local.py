@@ -36,7 +36,7 @@ def read_values(values: Mapping[str, Any], check: Callable[[RunConfig], None]) -
 
 
 def say_ignored(values: Mapping[str, Any], config: RunConfig) -> None:
-    """Say that a number of rounds has no effect where nothing is trained."""
+    """Return the warning that a number of rounds has no effect where nothing is trained."""
     if values.get("num-server-rounds") and not config.federation.num_server_rounds:
         echo(f"{config.federation.method} trains nothing here (base = none), so there are no rounds", err=True)
 

@@ -428,9 +428,9 @@ class RunHandle:
 
 
 class EventReader:
-    """Reads what is added to a growing file of JSON lines from now on.
+    """Reads lines that are appended to a file of JSON lines from now on.
 
-    A resumed run appends to its predecessor's file, so what is there already is passed over.
+    A resumed run appends to its predecessor's file, so earlier lines are skipped.
 
     Parameters
     ----------

@@ -83,7 +83,7 @@ class SessionProcesses:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Tell whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -91,7 +91,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def runs(process: psutil.Process, *commands: str) -> bool:
-    """Tell whether one of the first words of a command line (interpreter, options, script) ends with such a path."""
+    """Return whether one of the first words of a command line (interpreter, options, script) ends with such a path."""
     with contextlib.suppress(psutil.Error):
         return any(f"/{word}".endswith(f"/{command}") for word in process.cmdline()[:4] for command in commands)
     return False

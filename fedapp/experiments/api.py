@@ -61,7 +61,7 @@ def compare(
     Raises
     ------
     BadRequest : a configuration that a method refuses, or data that cannot be divided so.
-    RuntimeError : a run failed, or the runs do not share partition and sampling; what is finished is kept.
+    RuntimeError : a run failed, or the runs do not share partition and sampling; finished runs are kept.
 
     Examples
     --------

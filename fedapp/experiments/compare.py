@@ -76,7 +76,7 @@ FEWEST_SEEDS = 3
 """Seeds from which on training alone runs a second time."""
 
 
-# ---- what is compared ------------------------------------------------------------------------------------------------
+# ---- the runs ------------------------------------------------------------------------------------------------
 
 
 def entries(text: str) -> list[str]:
@@ -283,13 +283,13 @@ def _check_widths(config: RunConfig) -> None:
         )
 
 
-# ---- what is there already -------------------------------------------------------------------------------------------
+# ---- earlier runs -------------------------------------------------------------------------------------------
 
 OURS = ("checkpoint", "models", "state", "versions.json", "progress.jsonl", "superlink.log", "launch.log", ".lock")
 
 
 def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing kept"]:
-    """Say how far the run in `config.out` has come; touches nothing.
+    """Return the progress of the run in `config.out`; touches nothing.
 
     Raises
     ------
@@ -328,7 +328,7 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
 
 
 def pending_config(config: RunConfig) -> RunConfig | None:
-    """Return what is still to run: None if the run is complete, a resuming configuration if it broke off.
+    """Return the run that is left: None if it is complete, a resuming configuration if it broke off.
 
     What a run left that broke off before its first checkpoint is removed.
 

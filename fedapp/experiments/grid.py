@@ -54,7 +54,7 @@ def choosing(method: str) -> tuple[str, ...]:
 
 
 def beforehand(jobs: Sequence[Job], option: str) -> list[str]:
-    """Say by which score points will be chosen where a method also has a `global` score, which cannot choose.
+    """Name the score that chooses points where a method also has a `global` score, which cannot choose.
 
     Parameters
     ----------

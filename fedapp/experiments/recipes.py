@@ -193,7 +193,7 @@ def find(file: Path) -> Recipe:
 
 
 def _other(name: str) -> str:
-    """Say what a name is that no recipe has: a method, a data set, or a recipe with another spelling."""
+    """Explain a name that no recipe has: a method, a data set, or a recipe with another spelling."""
     if name in registry.names():
         return f", but a method: give --method {name}, or several with commas and no blanks, --methods local,{name}"
     if name in datasets.DATASET_NAMES:

@@ -45,7 +45,7 @@ class CentralTest:
     def scores(
         self, arrays: Mapping[str, Array], scalars: Mapping[str, Scalar], probabilities: bool = False
     ) -> Scores | None:
-        """Return the scores of the model with these arrays, or None where there is no test set."""
+        """Return the scores of the model with these arrays, or None without a test set."""
         if self.data is None or self.inputs is None:
             return None
         kind: type[FedClient] = self.strategy.method.client

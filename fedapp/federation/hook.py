@@ -30,7 +30,7 @@ class Setup:
     ----------
     central : scores on the central test set.   scoring : the clients that each score is taken on.
     unseen : clients that take no part in the training.   infos : those that take part.
-    parts : with `bodies`, by the digest of a body what is its own: strategy, infos, central, header.
+    parts : with `bodies`, by the digest of a body: its strategy, infos, central, header.
     names : the clients' own names, empty where the data have none.
     scored : whether clients send scores: not those of real nodes in a run with `dp`.
     test_cap : largest number of test samples in pooled scores, as a multiple of the median client's; 0 = no limit.

@@ -163,7 +163,7 @@ def check(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _problem(trial: nn.Module, images: Tensor) -> str | None:
-    """Say why a model is none whose images can be clipped one by one, or return None; x is (3, channels, ...)."""
+    """Return the reason that a model's images cannot be clipped one by one, or None; x is (3, channels, ...)."""
     buffers = {n: b.clone() for n, b in trial.named_buffers()}
     with NoisySteps(1.0, 1, 1.0, 1.0, system).watching(trial):
         for place in (0, 1):  # the same image next to two others, in both places

@@ -76,7 +76,7 @@ def parameters_of(cls: type[Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse what is no optimizer of `torch.optim`, by its class's name in lower case.
+    """Refuse a name that is not a class of `torch.optim`, in lower case.
 
     Raises
     ------

@@ -11,7 +11,7 @@ of these arguments that its signature names, and with `model-args`:
 
 What it returns maps (B, *input_shape) float32 to logits (B, num_classes), or is a `SplitModel`. The head of a module is
 its last `nn.Linear` with `num_classes` outputs, or the layer that the key `head` names; an identity takes its place,
-and what is left is the body (`features`). With the key `width` a linear layer to so many features takes its place, so
+and the rest is the body (`features`). With the key `width` a linear layer to so many features takes its place, so
 that different networks can share a head. Logits stay the same to the last bit where nothing follows the head.
 """
 

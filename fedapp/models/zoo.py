@@ -141,7 +141,7 @@ class ZooEntry:
         )
 
     def sizes(self) -> str:
-        """Say in words what fits."""
+        """Describe the inputs that fit."""
         if self.kind == "any":
             return "table rows, or all numbers of any sample"
         if self.kind == "series":

@@ -87,7 +87,7 @@ def _traces(arrays: Mapping[str, Array]) -> Float64:
 
 
 def screened_statistics(answers: Sequence[Mapping[str, Array]]) -> tuple[list[Arrays], dict[str, int]]:
-    """Return CCVR's statistics of all clients with what is out of line bounded or left out.
+    """Return CCVR's statistics of all clients, with outliers bounded or left out.
 
     Class by class over its senders: a count is at most `COUNT` times the median count, a mean farther from the
     coordinate median than `FAR` times the median distance is left out with its class, and a covariance is scaled down

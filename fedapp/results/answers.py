@@ -103,7 +103,7 @@ class Answer:
         return {v for v in self.methods if list(judged[v]) == ["received"]}
 
     def after_training(self) -> str:
-        """Say what scores of delivered models are, and which of these methods is better after local training."""
+        """Explain the scores of delivered models; name the method that is better after local training."""
         tests = self.tests.get("trained_accuracy", {})
         words = {v: [str((self.test(v, m) or {"word": ""})["word"]) for m in ("headline", "trained_accuracy")]
                  for v in self.delivered}  # fmt: skip
@@ -242,7 +242,7 @@ class Answer:
         return f"{sent} {payload_of(self.leader)}".rstrip()
 
     def power(self) -> str:
-        """Say which differences so few seeds can show; empty without a method."""
+        """State the differences that so few seeds can show; empty without a method."""
         rows = list(self.tests.get("headline", {}).values())
         if not rows:
             return ""
@@ -254,7 +254,7 @@ class Answer:
         return intervals.power_text(self.seeds, len(rows), reference, spread, seconds)
 
     def variance(self) -> str:
-        """Say how much of the variance of training alone lies between partitions; empty for fewer than four.
+        """State the share of training alone's variance that lies between partitions; empty for fewer than four.
 
         Training alone and its repeat are two training seeds on each partition.
         """
@@ -295,7 +295,7 @@ class Answer:
 
 
 def payload_of(label: str) -> str:
-    """Say what a method exchanges and whether it shows single classes; empty where the method is not installed here."""
+    """State what a method exchanges and whether it reveals single classes; empty if it is not installed here."""
     name, _, own = label.partition("(")
     try:
         fields = registry.get(name).hparams.model_fields

@@ -67,19 +67,19 @@ def wrong(form: Any, value: object) -> str:
 
 
 def wrong_summary(summary: Mapping[str, Any]) -> str:
-    """Say where a summary differs from its form."""
+    """Return where a summary differs from its form."""
     traffic = {key: value for key, value in summary.items() if key.startswith("bytes_")}
     return wrong(SUMMARY, summary) or wrong(Numbers, traffic)
 
 
 def wrong_config(flat: Mapping[str, Any]) -> str:
-    """Say where a run-config differs from its form."""
+    """Return where a run-config differs from its form."""
     plain = {key: value for key, value in flat.items() if (key, value) != ("partition-seed", "auto")}
     return wrong(CONFIG, plain) or wrong(Singles, plain)
 
 
 def wrong_card(card: Mapping[str, Any]) -> str:
-    """Say where a data card differs from its form, or where its parts have different lengths."""
+    """Return where a data card differs from its form, or where the lengths of its parts differ."""
     if said := wrong(CARD, card):
         return said
     rows = card.get("train", [])
@@ -90,7 +90,7 @@ def wrong_card(card: Mapping[str, Any]) -> str:
 
 
 def wrong_table(table: pd.DataFrame, whole: Collection[str], words: Collection[str] = WORDS) -> str:
-    """Say where a table has text in a column of numbers, or lacks a column.
+    """Return the column of numbers that holds text or is missing.
 
     Parameters
     ----------

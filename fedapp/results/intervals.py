@@ -119,7 +119,7 @@ def differences_of(table: Mapping[str, Iterable[float]], resolution: float) -> d
 
     Parameters
     ----------
-    table : row -> one difference for each seed, at least one.   The reference is no row.
+    table : row -> one difference for each seed, at least one.   The reference has no row.
     resolution : smallest step of such a difference, > 0. A variance is at least that of rounding, resolution^2 / 12.
     """
     rows = {name: measured(values) for name, values in table.items()}
@@ -237,7 +237,7 @@ def by_seed(row: Mapping[str, Any]) -> str:
 
 
 def power_text(seeds: int, rows: int, reference: str, spread: float, seconds: float) -> str:
-    """Say which differences so few seeds can show, and what more seeds take.
+    """State the differences that so few seeds can show, and the seeds that smaller ones take.
 
     Parameters
     ----------

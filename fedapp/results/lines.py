@@ -29,7 +29,7 @@ def line(event: Mapping[str, Any]) -> str | None:
 
 
 def failed(error: Mapping[str, Any]) -> str:
-    """Say why a run failed, of its `error.json`; a client's traceback has been shown when its error came."""
+    """Return the reason of a failed run, from its `error.json`; a client's traceback was shown with its error."""
     client = error.get("client")
     where = f" (client {client}, round {error['round']}, {error['stage']})" if client is not None else ""
     shown = str(error.get("traceback") or "").rstrip() if client is None else ""
@@ -43,7 +43,7 @@ def whose(client: int, text: str) -> str:
 
 
 def resumed(event: Mapping[str, Any]) -> str:
-    """Say what a resumed run does, from its event `start`."""
+    """Describe a resumed run, from its event `start`."""
     done, rounds = int(event["done"]), int(event["rounds"])
     if done == 0:
         return f"no round was complete: begins again with round 1 of {rounds}"
@@ -55,7 +55,7 @@ def resumed(event: Mapping[str, Any]) -> str:
 
 
 def scores(event: Mapping[str, Any], clients: int) -> str:
-    """Say what a round measured.
+    """Return the scores of a round as text.
 
     Parameters
     ----------

@@ -89,7 +89,7 @@ class Table:
 
 
 def meaning(protocols: Iterable[str], runs: Iterable[RunResult] = ()) -> str:
-    """Say what the protocols of a table of `runs` mean, for its caption."""
+    """Explain the protocols of a table of `runs`, for its caption."""
     told = {p: f"{p}: {PROTOCOL_TEXT[p]}" for p in protocols}
     if "global" in told and any(run.adjusted for run in runs):
         told["global"] += f"; {UNADJUSTED}"

@@ -46,7 +46,7 @@ PAGE = "report.html"
 
 
 def write(directory: str | Path, figures_to: str | Path | None = None) -> Path:
-    """Write `report.html` into a run directory or the folder of a comparison; a terminal shows what is being drawn.
+    """Write `report.html` into a run directory or the folder of a comparison; a terminal shows the progress.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ MOST_NAMED = 12
 
 
 def meaning(runs: Sequence[RunResult]) -> str:
-    """Say what the scores of runs are; it stands at the top of every table of scores."""
+    """Explain the scores of runs, for the top of every table of scores."""
     after = {run.final_training for run in runs}
     last = {True: "after one more local training", False: "as each client was last trained"}
     chosen = {run.selected for run in runs}

@@ -283,7 +283,7 @@ def fitted(inputs: InputSpec, rows: Rows, how: str) -> InputSpec:
     ----------
     inputs : its mean and standard deviation are those published for the data set, or empty.
     rows : of clients that train, and no others: no test or validation row may have a say in how samples are normalised.
-    how : `normalise`: with `auto` what is published stays, with `none` samples are as they are, over scale.
+    how : `normalise`: with `auto` published values stay; with `none` samples are only divided by scale.
     """
     if inputs.kind == "table":
         inputs = replace(inputs, binary=binary(rows))

@@ -148,7 +148,7 @@ class Trackers:
             self.end("interrupted" if stopped else "failed", error="" if stopped else str(event["message"]))
 
     def tell(self, text: str, kind: str = "warning") -> None:
-        """Say something to who else listens, or on standard error."""
+        """Pass a text to the other listener, or print it on standard error."""
         if self.listener is not None:
             self.listener({"kind": kind, "text": text})
         elif kind == "warning":
@@ -256,7 +256,7 @@ def track(run: RunResult, to: str, listener: Listener | None) -> None:
         trackers.end("failed" if message else "interrupted", error=message)
 
 
-# ---- what is tracked -------------------------------------------------------------------------------------------------
+# ---- tracked values -------------------------------------------------------------------------------------------------
 
 
 def _finite(value: Any) -> bool:

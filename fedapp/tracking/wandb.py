@@ -18,7 +18,7 @@ class Wandb(Tracker):
 
     def __init__(self, run: Tracked) -> None:
         self.run = run
-        # An account that some earlier program logged in to is no leave to send anything.
+        # A login of an earlier program does not permit sending anything.
         mode: Any = os.environ.get("WANDB_MODE") or "offline"
         self.key = run.key or secrets.token_hex(4)
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True)

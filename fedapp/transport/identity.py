@@ -53,7 +53,7 @@ class Identity:
         return struct.pack(">HH", len(public), len(signature)) + (public + signature).ljust(PROOF - 4, b"\0")
 
     def problem_of(self, run: str, keys: Mapping[int, bytes], proofs: Mapping[int, bytes]) -> str | None:
-        """Say whose key is not proved, or return None; a node without `peers` asks for no proofs."""
+        """Return the problem of the keys' proofs, or None; a node without `peers` asks for no proofs."""
         if self._peers is None:
             return None
         for client, key in keys.items():

@@ -101,7 +101,7 @@ class LocalGrid(Grid):
         finally:
             _identify(SERVER)
             if torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)  # the client set its own number in what is also the server's process
+                torch.set_num_threads(threads)  # the client set its own number in the server's process
         return [reply]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:

@@ -187,7 +187,7 @@ class SecureClient:
         self.dropout, self.colluders, self.identity, self.fewest = dropout, colluders, identity, fewest
 
     def answer(self, stage: str, payload: Payload, request: RoundRequest) -> Arrays:
-        """Answer a message that needs no data; an `Unsafe` says what is wrong with it."""
+        """Answer a message that needs no data; an `Unsafe` states the fault."""
         if stage == "query.keys":
             key = self.member.key()
             return {KEYS: _bytes(key), PROOFS: _bytes(self.identity.proof(request.run, self.member.client, key))}

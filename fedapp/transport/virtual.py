@@ -33,7 +33,7 @@ HOSTS = 64
 MANY = 40
 """Clients of an exchange from which on a message goes to several of them."""
 SHARES = 4
-"""A message has at most this part of what is left for each worker, so that all workers end at about the same time."""
+"""A message has at most this part of each worker's remaining clients, so that all workers end together."""
 MOST = 64
 """Largest number of clients in a message: replies come together, and the run reports while they are waited for."""
 MOST_BYTES = 64 << 20

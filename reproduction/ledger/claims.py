@@ -193,7 +193,7 @@ def every(*parts: Verdict) -> Verdict:
 
 
 def surviving(verdicts: Sequence[Verdict]) -> list[str]:
-    """Say of each claim whether its decision survives Holm's correction over all directed claims; a dash for others."""
+    """Return whether each claim's decision survives Holm's correction over all directed claims; a dash for others."""
     corrected = holm([v.p for v in verdicts])
     return [
         "–" if math.isnan(p) or v.outcome == "not decided" else "yes" if p < LEVEL else "no"

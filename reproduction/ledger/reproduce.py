@@ -181,7 +181,7 @@ def reproduce(
 def _tell(
     keys: Sequence[RunKey], lacking: Sequence[RunKey], archive: Archive, evidence: Evidence, workers: int | None
 ) -> None:
-    """Say on standard error how many runs are missing, and how long they will take; `workers` is 0 if none is run."""
+    """Print the number of missing runs and their expected time on standard error; `workers` is 0 if none is run."""
     echo(
         f"{len(keys) - len(lacking)} of {counted(len(keys), 'run')} {'is' if len(keys) == 1 else 'are'} there already",
         err=True,
@@ -275,7 +275,7 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
 
 
 def _by_chance(verdicts: Sequence[Verdict], survives: Sequence[str]) -> str:
-    """Say how many decisions survive, and how many of the others chance alone would give."""
+    """State how many decisions survive, and how many of the others chance alone would give."""
     directed = sum(not math.isnan(v.p) for v in verdicts)
     return (
         f"{directed} of them are directed and measured. {survives.count('yes')} of their decisions survive Holm's "

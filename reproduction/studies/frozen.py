@@ -511,7 +511,7 @@ def ends(values: Sequence[float], sign: str = "") -> str:
 
 
 def exactness(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]:
-    """Say how far heads from sums are from the central head of their kind, and from logistic regression on all rows."""
+    """State the gaps of heads from sums to the central head of their kind, and to logistic regression on all rows."""
     apart = [run["apart"] for found in known.values() for runs in found.values() for run in runs if "apart" in run]
     text = (
         f"One exchange gives the head that all training rows together would give: in {len(apart)} runs "
@@ -526,7 +526,7 @@ def exactness(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]:
 
 
 def comparison(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]:
-    """Say where both heads with class shares are better or worse than training alone, by the margin and in every seed.
+    """State where both heads with class shares beat or miss training alone by the margin in every seed.
 
     The sentences on few rows, on classes of one's own and on `choose` follow from the scores, or are left out.
     """
@@ -584,7 +584,7 @@ def tables(kept: Kept, settings: Iterable[str]) -> list[str]:
 
 
 def costs(kept: Kept) -> str:
-    """Say how many processor seconds the runs of both commands took, and the searches of the second."""
+    """State how many processor seconds the runs of both commands took, and the searches of the second."""
     searches = {key[::2]: s["search"] for key, s in kept.items() if "search" in s}
     once, rounds = (
         sum(s.get("seconds", 0) for key, s in kept.items() if (key[0] in ROUNDS) == r) for r in (False, True)

@@ -538,7 +538,7 @@ def page(text: str, kept: Mapping[str, Any]) -> str:
 
 
 def about(part: str, made: Mapping[str, Any]) -> str:
-    """Say in a line of a page how a table was made."""
+    """Return the line of a page on how a table was made."""
     text = f"`python -m reproduction study privacy --data DIR --only {part}`, {made['machine']}, one core"
     if part == "cost":
         return f"{text}, the least of {REPEATS} runs."

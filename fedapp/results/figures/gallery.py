@@ -2,7 +2,7 @@
 
 `FIGURES` names the figures of a run. Their functions take runs and return a caption, what the figure shows in words,
 and the figure. The others depend on what a comparison varies, and return `Drawing`s. All raise `Unavailable` with the
-reason, and the command that would make what is missing. They stand in the files of this folder, by what they show.
+reason, and the command that would make the missing data. They stand in the files of this folder, by what they show.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Job:
 
     Attributes
     ----------
-    section : of the page.   title : for progress, and for the list of what is left out.
+    section : of the page.   title : for progress, and for the list of omitted figures.
     draw : returns drawings; raises `Unavailable` with the reason.
     """
 

@@ -68,7 +68,7 @@ def training_loss(runs: Runs) -> Words:
 
 
 def loss_words(runs: Runs) -> str:
-    """Say what is drawn, and name the runs whose line is more than the cross-entropy."""
+    """Explain the figure, and name the runs whose line is more than the cross-entropy."""
     whole_only = [r for r in runs if _loss_column(r.rounds) == "train_loss"]
     more = [r.label for r in whole_only if analysis.method_of(r)[0].client.adds_to_loss()]
     whole = f"; of {', '.join(dict.fromkeys(more))} the whole loss, with the terms that the method adds" if more else ""

@@ -103,7 +103,7 @@ def entitle(axes: Axes, text: str, **more: Any) -> None:
 def look_of(label: str, shown: Sequence[str], **more: Any) -> dict[str, Any]:
     """Colour, dashes and marker of a line; no two of the first 30 on a page agree in dashes, marker and filling.
 
-    Where the page gives methods their colours, what is not a method is drawn in those of text.
+    Where the page gives methods their colours, all else is drawn in the colours of text.
     """
     i, own = place_of(label, shown)
     colour = COLOURS[i % len(COLOURS)] if own else (INK, MUTED)[i % 2]

@@ -25,7 +25,7 @@ def _protocol_curves(run: RunResult, what: str) -> list[Curve]:
     curves = []
     for p in run.protocols:
         shown = run.curve(p).dropna(subset=[what])
-        if len(shown) > (what != "accuracy"):  # one balanced score is no curve
+        if len(shown) > (what != "accuracy"):  # one balanced score makes no curve
             band = shown["std"].to_numpy(float) if what == "accuracy" and p != "global" else None
             curves.append(Curve(named(p), shown["completed"].to_numpy(float), shown[what].to_numpy(float), band))
     return curves
@@ -36,7 +36,7 @@ COMPLETED = "completed rounds"
 
 
 def counted_clients(runs: Runs) -> str:
-    """Say which clients the points of learning curves count."""
+    """Name the clients that the points of learning curves count."""
     if not any(r.sampled for r in runs):
         return "Mean over all clients."
     if all(r.sampled and len(r.evaluations) for r in runs):
@@ -128,7 +128,7 @@ def by_method(runs: Runs) -> dict[str, list[RunResult]]:
 
 
 def mean_curve(label: str, table: pd.DataFrame) -> Curve:
-    """Mean and spread over seeds (ddof 1, 0 for one) of the second column by the first; what is NaN is left out."""
+    """Mean and spread over seeds (ddof 1, 0 for one) of the second column by the first; NaN is left out."""
     x, y = table.columns
     found = table.dropna().groupby(x)[y].agg(["mean", "std"]).fillna(0)
     return Curve(label, found.index.to_numpy(float), found["mean"].to_numpy(), found["std"].to_numpy())
@@ -144,7 +144,7 @@ def by_round(run: RunResult, protocol: str, what: str = "accuracy") -> pd.Series
 
 
 def bands(runs: Runs) -> str:
-    """Say what bands of several seeds are; an empty string for one seed, and where too many would lie on each other."""
+    """Explain the bands of several seeds; empty for one seed, and where too many bands would overlap."""
     seeds = len({r.seed for r in runs})
     shown = seeds > 1 and len(by_method(runs)) <= MOST_BANDS
     return f"; bands: one standard deviation over {seeds} seeds" if shown else ""

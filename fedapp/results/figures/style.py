@@ -86,7 +86,7 @@ def styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
 
 
 def is_narrow() -> bool:
-    """Whether what is being drawn is for a phone."""
+    """Whether the figure is for a phone."""
     return _NARROWLY.get()
 
 
@@ -134,7 +134,7 @@ def place_of(label: str, shown: Sequence[str]) -> tuple[int, bool]:
 
 
 def mark_of(label: str) -> str | None:
-    """Return the name of a method's lines and marks, by which a page highlights them; None for what is not a method."""
+    """Return the name of a method's lines and marks, by which a page highlights them; None for anything else."""
     return None if (place := _place(label)) is None else f"method{place}"
 
 

@@ -63,5 +63,5 @@ def setting_text(setting: Mapping[str, object]) -> str:
 
 
 def alone(runs: Iterable[RunResult]) -> str:
-    """Say that training alone has one score, where it is among the runs."""
+    """Return the note that training alone has one score, if it is among the runs."""
     return f" {ONE_SCORE}" if any(r.alone for r in runs) else ""
