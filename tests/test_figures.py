@@ -6,17 +6,20 @@ import itertools
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 import pytest
 from safetensors.numpy import load_file
 
 from fedapp.engines.local import run
 from fedapp.results import analysis, figures
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import maps, pieces, plots, scores, style
+from fedapp.results.figures import gains, maps, pieces, plots, scores, style
+from fedapp.results.figures.gallery import Job
 from fedapp.results.runs import Comparison, RunResult, groups_of, read_comparison, read_run, varying
 from fedapp.tasks import simulated
 from fedapp.transport import checkpoint
@@ -284,7 +287,7 @@ def test_the_same_data_give_the_same_bytes() -> None:
 
 
 def test_inline_figures_have_their_own_ids_and_no_reference_to_the_web() -> None:
-    svg = drawing().inline()
+    svg = drawing().inline
     ids = re.findall(r' id="([^"]+)"', svg)
     assert len(ids) == len(set(ids))
     assert all(i.startswith("x-y-") for i in ids)
@@ -297,6 +300,41 @@ def test_inline_figures_have_their_own_ids_and_no_reference_to_the_web() -> None
     assert "alt &lt;&amp;&gt;" in svg
     assert style.INK not in svg
     assert "currentColor" in svg
+
+
+@pytest.mark.parametrize(
+    "text", ["mu=0.00123", ' id="a" href="#b" url(#c)', f"{style.INK} 'DejaVu Sans', x", "$5_$10", "a$_$b"]
+)
+def test_texts_of_a_figure_stay_as_they_are(text: str) -> None:
+    lines = [pieces.Curve(text, np.arange(3), np.ones(3))]
+    shown = style.Drawing("x", "", "", "", plots.curves({"": lines})).inline
+    assert shown.count(f">{text}<") == 2, "on a wide page and on a narrow one"
+
+
+def test_a_figure_that_cannot_be_written_does_not_cost_the_page() -> None:
+    gallery = figures.Gallery()
+    broken = drawing()
+    broken.figure.text(0, 0, "$5_$", parse_math=True)
+    gallery.add_all([Job("scores", "A", lambda: [broken]), Job("scores", "B", lambda: [drawing()])], lambda *_: None)
+    assert len(gallery.drawings) == 1 and [m.title for m in gallery.missing] == ["A"]
+
+
+@pytest.mark.parametrize("clients", [3, gains.MOST_CLIENTS + 1])
+def test_clients_that_only_the_leader_scored_have_a_row_and_many_clients_the_ends(
+    clients: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gain = np.linspace(0.1, -0.1, clients)
+    whole = pd.DataFrame({"side": np.sign(gain), "score": 0.5 + gain, "alone": 0.5, "rows": 9})
+    run: Any = SimpleNamespace(seed=0, label="a", name_of=str)
+    found = {"a": [(run, whole)], "b": [(run, whole.drop(1))]}
+    monkeypatch.setattr(gains, "_clients", lambda runs: (found, 1))
+    first, _ = gains.clients([], "a", "", "")
+    left, right = first.figure.axes
+    shown = min(clients, gains.MOST_CLIENTS)
+    assert [t.get_text() for t in left.get_yticklabels()][:: shown - 1] == ["0", str(clients - 1)]
+    marks = [[*line.get_ydata()] for axes in (left, right) for line in axes.lines[:1]]
+    assert marks == [[*range(shown)], [0, *range(2, shown)]]
+    assert ("clients" in first.caption) == (clients > 3)
 
 
 def test_drawing_leaves_matplotlib_as_it_was() -> None:

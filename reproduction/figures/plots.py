@@ -29,6 +29,7 @@ from fedapp.results.figures.style import COLOURS, DASHES, DOTTED, LINE, MUTED, W
 
 
 @styled
+@mpl.rc_context({"text.parse_math": True})  # powers of ten
 def cost(points: Mapping[str, tuple[float, float]]) -> Figure:
     """Draw operations against bytes, both logarithmic, one mark per method; those that send nothing stand at 1 byte."""
     figure, ((axes,),) = new_figure(
@@ -39,6 +40,7 @@ def cost(points: Mapping[str, tuple[float, float]]) -> Figure:
     axes.set(xscale="log", yscale="log")
     axes.set_ylim(0.5 * min(f for _, f in points.values()), 2 * max(f for _, f in points.values()))
     legend(figure)
+    figure.draw_without_rendering()  # makes the ticks
     return figure
 
 
@@ -137,6 +139,7 @@ def _numbers(axes: Axes, points: Array, group: Array) -> None:
 
 
 @styled
+@mpl.rc_context({"text.parse_math": True})  # numbers as marks
 def embedding(rows: Mapping[str, tuple[Array, Mapping[str, Array]]]) -> Figure:
     """Draw points in the plane, one row per embedding, one column per colouring.
 

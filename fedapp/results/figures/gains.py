@@ -30,6 +30,8 @@ MOST_METHODS = 3
 """Methods whose single clients are shown: panels stand next to each other."""
 MOST_MARKS = 300
 """Marks of a method from which on a plot of all seeds shows one method."""
+MOST_CLIENTS = 100
+"""Clients with a row of their own at most: those at both ends of the order."""
 SHARES = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 """Edges of the shares of a client's training rows by which classes are grouped."""
 
@@ -89,23 +91,23 @@ def clients(runs: Runs, leader: str, name: str, suffix: str) -> Iterator[Drawing
     shown = [label for label in found if label in list(dict.fromkeys(first))[:MOST_METHODS]]
     lead = found[first[0]][0]
     order = (lead[1]["score"] - lead[1]["alone"]).sort_values(ascending=False, kind="stable").index
-    panels = {}
+    half = MOST_CLIENTS // 2
+    ends = order.delete(np.arange(half, max(half, len(order) - half)))
+    panels, told = {}, []
     for label in shown:
-        run, table = next((pair for pair in found[label] if pair[0].seed == lead[0].seed), found[label][0])
-        table = table.reindex(order).dropna()
-        panels[label] = table, _hover(run, table)
-    said = "; ".join(
-        f"{label} {(t.side > 0).sum()} gain, {(t.side == 0).sum()} same, {(t.side < 0).sum()} lose"
-        for label, (t, _) in panels.items()
-    )
+        run, t = next((pair for pair in found[label] if pair[0].seed == lead[0].seed), found[label][0])
+        told.append(f"{label} {(t.side > 0).sum()} gain, {(t.side == 0).sum()} same, {(t.side < 0).sum()} lose")
+        t = t.reindex(ends).dropna()
+        panels[label] = t, _hover(run, t)
     more = f" The first {len(shown)} of {len(found)} methods." if len(found) > len(shown) else ""
+    more += f" The first and the last {half} of {len(order)} clients." if len(order) > len(ends) else ""
     yield Drawing(
         f"clients-alone{suffix}",
         _titled("Clients with each method and alone", name),
         f"Seed {lead[0].seed}{f' of {seeds} seeds' if seeds > 1 else ''}, sorted by the gain with {lead[0].label}."
         f"{more} The same: within one standard error of the difference, or one test row.",
-        f"Dot chart of {len(order)} clients. {said}.",
-        plots.clients_alone(panels, [lead[0].name_of(int(str(c))) for c in order]),
+        f"Dot chart of {len(ends)} clients. {'; '.join(told)}.",
+        plots.clients_alone(panels, {c: lead[0].name_of(int(str(c))) for c in ends}),
     )
     every = {
         label: (pd.concat([t for _, t in found[label]]), [text for pair in found[label] for text in _hover(*pair)])

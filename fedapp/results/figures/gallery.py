@@ -80,6 +80,8 @@ class Gallery:
             progress(number, len(jobs), job.title)
             try:
                 found = list(job.draw())
+                for drawing in found:
+                    _ = drawing.inline  # matplotlib finds some faults only as it writes
             except Unavailable as e:
                 self.missing.append(Missing(job.title, e.why, e.command))
             except Exception as e:  # one figure must not cost the reader the whole page; the page names the error

@@ -99,24 +99,26 @@ def _side_legend(figure: Figure, *more: Artist) -> None:
 
 
 @styled
-def clients_alone(panels: Mapping[str, tuple[pd.DataFrame, Sequence[str]]], names: Sequence[str]) -> Figure:
+def clients_alone(panels: Mapping[str, tuple[pd.DataFrame, Sequence[str]]], names: Mapping[Any, str]) -> Figure:
     """Draw the score of each client alone and with a method, a client a row, a panel for each method.
 
     Parameters
     ----------
     panels : method -> (`side`, `score`, `alone` of each client, hover text).
+    names : of the clients of the rows, from above; a panel may lack some.
     """
     height = 1.0 + 0.16 * len(names)
     figure, (grid,) = new_figure(WIDTH, height, "own test rows", "", columns=len(panels), grid=None, sharex=True)
-    place = np.arange(len(names))
     for number, (axes, (title, (table, texts))) in enumerate(zip(grid, panels.items())):
+        place = pd.Index(names).get_indexer(table.index)
         axes.grid(axis="x")
         axes.hlines(place, table["alone"], table["score"], color=LINE, linewidth=2.4)
         axes.plot(table["alone"], place, "|", color=INK, markersize=7)
         _by_side(axes, table, texts, table["score"].to_numpy(), place, markersize=6)
         entitle(axes, title)
         axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_yticks(place, names if not number or is_narrow() else [""] * len(names), fontsize=letters(7))
+        shown = names.values() if not number or is_narrow() else [""] * len(names)
+        axes.set_yticks(range(len(names)), shown, fontsize=letters(7))
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.xaxis.set_major_formatter(Percent())
         axes.xaxis.set_major_locator(MaxNLocator(4))

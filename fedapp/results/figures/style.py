@@ -57,7 +57,7 @@ SETTINGS: Any = dict(mpl.rcParamsDefault) | {
     "ytick.color": MUTED, "ytick.labelsize": 8, "ytick.major.width": 0.7,
     "legend.frameon": False, "legend.fontsize": 8,
     "lines.linewidth": 1.6, "lines.markersize": 4,
-    "svg.hashsalt": "fedapp",
+    "svg.hashsalt": "fedapp", "text.parse_math": False,  # a class may be called $5_$10
 }  # fmt: skip
 """Everything that matplotlib reads while it draws and writes; what the process itself has set does not count."""
 _P = ParamSpec("_P")
@@ -193,11 +193,12 @@ class Drawing:
             )
         self.figure.dpi = dpi
         # Names of methods are no ids: a method has several lines.
-        svg = re.sub(r' id="(marks\d+)method', r' id="\1" id="method', buffer.getvalue())
-        return re.sub(r' id="method(\d+)"', r' data-method="\1"', svg)
+        svg = re.sub(r'(<[^>]* id="marks\d+)method', r'\1" id="method', buffer.getvalue())
+        return re.sub(r'(<[^>]*) id="method(\d+)"', r'\1 data-method="\2"', svg)
 
+    @functools.cached_property
     def inline(self) -> str:
-        """Return the figure as SVG elements for a page, with ids of their own and without a reference to the web.
+        """The figure as SVG elements for a page, with ids of their own and without a reference to the web.
 
         One is as wide as a page, the other as a phone's, with letters of ten pixels; the page shows one of them. Text,
         axes and heat maps take the page's colours.
@@ -211,21 +212,9 @@ class Drawing:
     def _element(self, svg: str, name: str, kind: str) -> str:
         svg = svg[svg.index("<svg") :]
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-        svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)  # a hundredth of a point is not seen
-        svg = re.sub(r' id="image[0-9a-f]+"', "", svg)  # of their content, which two scales may share
-        svg = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', svg)
-        svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
-        svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
+        svg = re.sub(r"<[^>]*>", lambda tag: self._tag(tag[0], name), svg)  # texts stay as they are
         for number, texts in enumerate(_HOVER.get(self.figure, ())):
             svg = _with_titles(svg, f'<g id="{name}-marks{number}"', texts)
-        svg = re.sub(r"'DejaVu Sans'(, *[^;\"]*)?", "var(--sans)", svg)
-        # Pixels that are drawn as they are belong to heat maps and to their scales.
-        svg = re.sub(r'style="image-rendering:[^"]*pixelated"', 'class="heat"', svg)
-        for colour, variable in (
-            (INK, "currentColor"), (MUTED, "var(--muted)"), (LINE, "var(--line)"),
-            (ON_DARK, "var(--on-dark)"), (ON_LIGHT, "var(--on-light)"),
-        ):  # fmt: skip
-            svg = svg.replace(colour, variable)
         head, rest = svg.split(">", 1)
         box = re.search(r'viewBox="([^"]+)"', head)
         assert box is not None, "matplotlib writes a viewBox"
@@ -236,6 +225,24 @@ class Drawing:
             f'xmlns:xlink="http://www.w3.org/1999/xlink">'
             f'<title id="{name}-alt">{html.escape(self.alt, quote=False)}</title>{rest.strip()}'
         )
+
+    @staticmethod
+    def _tag(svg: str, name: str) -> str:
+        """Return a tag of an SVG with ids of a figure's own and the page's colours."""
+        svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)  # a hundredth of a point is not seen
+        svg = re.sub(r' id="image[0-9a-f]+"', "", svg)  # of their content, which two scales may share
+        svg = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', svg)
+        svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
+        svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
+        svg = re.sub(r"'DejaVu Sans'(, *[^;\"]*)?", "var(--sans)", svg)
+        # Pixels that are drawn as they are belong to heat maps and to their scales.
+        svg = re.sub(r'style="image-rendering:[^"]*pixelated"', 'class="heat"', svg)
+        for colour, variable in (
+            (INK, "currentColor"), (MUTED, "var(--muted)"), (LINE, "var(--line)"),
+            (ON_DARK, "var(--on-dark)"), (ON_LIGHT, "var(--on-light)"),
+        ):  # fmt: skip
+            svg = svg.replace(colour, variable)
+        return svg
 
     def png(self, dpi: int = 200) -> bytes:
         """Return the figure as PNG on white."""
