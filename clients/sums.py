@@ -91,6 +91,12 @@ class SumsHParams(HeadHParams):
 
     exact: ClassVar = {**HeadHParams.exact, ("choose", True): "sends exact numbers of held-out rows: leave it out"}
 
+    @model_validator(mode="after")
+    def _one_sum(self) -> Self:
+        if self.choose and self.min_count > 1:
+            raise ValueError("choose sends sums twice, and their difference is of few rows: leave min_count out")
+        return self
+
     def settled(self, given: bool = False) -> Self:
         """Return them with `personal` where `choose` implies it."""
         asked = self.model_copy(update={"personal": True}) if self.choose else self
@@ -138,6 +144,10 @@ class TotalsHParams(SumsHParams):
         if self.totals and (self.choose or self.precision() is np.float32):
             raise ValueError("totals are exact sums of all rows: leave choose and wire out")
         return self
+
+    def fitted(self) -> dict[str, Any]:
+        """Return the values on which the factor of the logits depends, as JSON."""
+        return self.model_dump(mode="json", exclude={"totals", "leave", "personal"})
 
 
 class SquaresHParams(TotalsHParams):

@@ -153,7 +153,8 @@ class HeadFromSums(ClosedForm):
         head = dict(zip((W, B), sums.as_head(rows, counts > 0, scale)))
         entry = self.entry(head, counts, scale)
         if kept:
-            entry["totals"] = {**kept, "scale": scale}
+            fitted = self.context.totals["fitted"] if self.context.totals else self.settings.fitted()
+            entry["totals"] = {**kept, "scale": scale, "fitted": fitted}
         if self.context.totals:
             entries |= {"clients": kept["number"], "samples_left_out": 0}
         return entry, reduced.clients, counts, {"scale": scale, **entries}
@@ -270,9 +271,16 @@ class HeadFromSums(ClosedForm):
         if self.settings.scale == "trained":
             own, before = np.linalg.norm(rows[seen, :-1]), np.linalg.norm(w[W][seen])
             return float(before / own) if own > 0 and before > 0 else 1.0
-        head = dict(zip((W, B), sums.as_head(rows, seen)))
         if stored := self.context.totals:  # this run has the rows of few clients, or of those that leave
+            own, there = self.settings.fitted(), stored["fitted"]
+            if differ := [name for name, value in own.items() if name in there and there[name] != value]:
+                self.context.warn(
+                    f"{self.method.id}: the factor of the logits in the totals was fitted with other values of "
+                    f"{', '.join(differ)}; predictions of the global head do not depend on it, those with class shares "
+                    "do: run all clients once to fit it"
+                )
             return float(stored["scale"])
+        head = dict(zip((W, B), sums.as_head(rows, seen)))
         found = query(losses, Payload(common={**w, **head})).totals("losses")
         return sums.best_scale(found.sums["loss"])
 
@@ -310,8 +318,8 @@ def class_sums(squares: Real | None, apart: bool, energy: bool) -> Total:
 
     return Total(
         SUMS, arrays, check, lambda arrays: float(arrays["b"][:, -1].sum()), read, apart,
-        terms={"a": "products", "b": "features"}, moments=None if apart else "all" if squares else "none",
-        remade=_remade, least="min_count",
+        terms={"a": "products", "b": "features", "energy": "products"},
+        moments=None if apart else "all" if squares else "none", remade=_remade, least="min_count",
     )  # fmt: skip
 
 

@@ -90,5 +90,5 @@ METHOD = head_method(
     FedCOF,
     ClassSumsClient,
     FedCOFHParams,
-    "arrays of the base method; once, sum of features and count of every class",
+    "arrays of the base method; once, sum of features and count of every class, and the mean square of features",
 )

@@ -204,6 +204,14 @@ def test_clients_with_layers_of_their_own_may_have_several_bodies(
     assert len(run.final) == 6 and "bodies" not in run.summary and np.isfinite(run.final["trained_accuracy"]).all()
 
 
+def test_without_kept_models_the_shape_of_a_client_is_unknown(tmp_path: Path, tiny: Tiny) -> None:
+    sites(tmp_path / "data")
+    common: dict[str, Any] = {"method": "lgfedavg", "model": "adapter", "bodies": BOTH, "keep_models": False}
+    run = tiny(dataset="npz", clients=0, data_dir=tmp_path / "data", rounds=1, **common)
+    with pytest.raises(BadRequest, match="samples of several shapes"):
+        fedapp.load(run.out, client=0)
+
+
 def test_heads_of_bodies_are_compared_with_each_client_alone(tmp_path: Path) -> None:
     sites(tmp_path / "data")
     values = {"dataset": "npz", "data-dir": str(tmp_path / "data"), "bodies": BOTH.upper()}
@@ -395,6 +403,11 @@ def test_a_raw_picture_goes_to_the_head_of_the_body_that_is_given(tmp_path: Path
     for words, message in wrong.items():
         told = CliRunner().invoke(app, ["predict", picture, "--run", str(run.out), "--with", words])
         assert isinstance(told.exception, BadRequest) and message in str(told.exception)
+    damaged = run.out / "models" / f"last-{digests[1][:8]}.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:100])  # the head of the other body is not needed
+    words = ["--with", f"{body} mean=127 std=128", "--top", "1"]
+    told = CliRunner().invoke(app, ["predict", picture, "--run", str(run.out), *words])
+    assert told.exit_code == 0, told.output
     number = ["--client", "1", "--with", f"{body} mean=120 std=128"]
     told = CliRunner().invoke(app, ["predict", picture, "--run", str(run.out), *number, "--top", "1"])
     assert told.exit_code == 0, told.output

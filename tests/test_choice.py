@@ -180,6 +180,11 @@ def test_a_choice_is_refused_with_noise() -> None:
         from_flat(values)
 
 
+def test_a_choice_sends_sums_whose_difference_is_of_few_rows() -> None:
+    with pytest.raises(BadRequest, match="leave min_count out"):
+        registry.configured("lda", "choose=true min_count=3")
+
+
 def test_choose_implies_the_shares_and_a_fitted_factor() -> None:
     found = registry.configured("lda", "choose=true base=fedavg")[1]
     assert isinstance(found, LDAHParams) and found.personal and found.scale == "fit"

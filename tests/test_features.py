@@ -337,6 +337,7 @@ def pictures(folder: Path, shape: tuple[int, ...] = (4, SIDE, SIDE, 3)) -> Path:
         ({"size": SIDE, **GREY, "text": "question"}, "cannot have a column of texts"),
         ({"size": SIDE, **GREY, "lr": 0.1}, "lr has no effect on features"),
         ({"size": SIDE, **GREY, "tokenizer": "none.json"}, "does not exist"),
+        ({"size": 1_000_000, **GREY}, "give at most 4096 pixels"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -405,6 +406,26 @@ def test_chunks_are_locked_checked_and_removed_alone(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["1 notes.npz"]
 
 
+@pytest.mark.parametrize(
+    ("op", "inputs", "message"),
+    [("ReduceMean", ["n", 3, SIDE, SIDE], "not a row for each"), ("Relu", [], "takes no batch of samples")],
+)
+def test_a_body_has_a_row_for_each_sample(op: str, inputs: list[Any], message: str, tmp_path: Path) -> None:
+    helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
+    nodes = [helper.make_node(op, ["x", "axes"] if inputs else ["x"], ["y"], **({"keepdims": 1} if inputs else {}))]
+    nodes += [helper.make_node("Flatten", ["y"], ["z"])] if inputs else [helper.make_node("Identity", ["y"], ["z"])]
+    graph = helper.make_graph(
+        nodes,
+        "body",
+        [helper.make_tensor_value_info("x", float32, inputs)],
+        [helper.make_tensor_value_info("z", float32, None)],
+        [onnx.numpy_helper.from_array(np.array([0, 2, 3]), "axes")] if inputs else [],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), tmp_path / "b.onnx")
+    with pytest.raises(BadRequest, match=message):
+        fedapp.features(pictures(tmp_path), tmp_path / "b.onnx", tmp_path / "f.npz", size=SIDE, **GREY)
+
+
 def test_a_worker_refuses_a_source_that_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = extraction.source(str(pictures(tmp_path)), "", {})
     extractor = Extractor(known.own(str(picture_body(tmp_path / "b.onnx", side=SIDE)), mean=(127.0,), std=(128.0,)))
@@ -414,6 +435,10 @@ def test_a_worker_refuses_a_source_that_has_changed(tmp_path: Path, monkeypatch:
     chunks = core.Chunks(tmp_path, f"{'0' * 64} {extractor.body.digest}", 4)
     extraction._begin(given, extractor.body, chunks)
     with pytest.raises(BadRequest, match="has changed since the command began"):
+        extraction._make(0)
+    (tmp_path / "b.onnx").unlink()
+    extraction._begin(given, extractor.body, chunks)
+    with pytest.raises(BadRequest, match=r"b\.onnx"):
         extraction._make(0)
 
 

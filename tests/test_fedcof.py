@@ -5,6 +5,7 @@ test_fed3r.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -74,6 +75,15 @@ def test_the_order_of_clients_does_not_matter_but_the_dealing_does() -> None:
     assert np.abs(repaired("fedcof", data=random_data(5), ctx=ctx)[0][W] - head).max() > 1e-3
 
 
+def test_large_features_of_honest_clients_are_not_refused(tmp_path: Path, tiny: Callable[..., RunResult]) -> None:
+    """The mean square of 60,000 rows with features near 3,000 is above the limit of arrays without a size."""
+    rng = np.random.default_rng(0)
+    x, y, client = 3000 * rng.normal(size=(600, 4)), np.arange(600) % 3, np.arange(600) % 2
+    np.savez(tmp_path / "large.npz", x=x.astype(np.float32), y=y, client=client)
+    run = tiny(dataset="npz", clients=0, data_dir=tmp_path / "large.npz", method="fedcof", max_abs=1e5)
+    assert run.summary["calibration"]["clients"] == 2 and not len(run.dropped)
+
+
 def test_a_class_of_one_owner_has_no_covariance() -> None:
     np.testing.assert_allclose(
         sums.scatter_of_means([np.array([[3.0, 1, 2], [0, 0, 0]])], 0.5), [[4.5 + 0.5, 1.5], [1.5, 0.5 + 0.5]]
@@ -98,5 +108,10 @@ def test_the_mean_square_as_gamma_makes_the_head_independent_of_the_scale_of_the
     np.testing.assert_allclose(head[W], small[W], rtol=1e-5, atol=1e-6)
     strategy, _ = server("fedcof", "base=none", context(4, 5))
     arrays = answer(strategy, *data[0])
-    forged = {name.removeprefix("sums/"): array for name, array in arrays.items()} | {"energy": np.zeros(1)}
+    honest = {name.removeprefix("sums/"): array for name, array in arrays.items()}
+    many, far = float(honest["b"][:, -1].sum()), float(np.abs(data[0][0]).max())
+    for factor, fault in ((1.0, None), (1e4, "'energy' is larger than")):
+        found = sums.problem_of_rounding({"energy": factor * honest["energy"], "b": 0 * honest["b"]}, 10, many, far)
+        assert found is None if fault is None else fault in str(found)
+    forged = honest | {"energy": np.zeros(1)}
     assert "less than features with these sums have" in str(sums.problem_of(forged, 4, 5, None, energy=True))

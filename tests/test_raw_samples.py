@@ -233,7 +233,7 @@ def test_the_model_of_pictures_takes_pictures(tmp_path: Path, tiny: Any) -> None
 def test_one_graph_from_pictures_to_logits(tmp_path: Path, tiny: Any) -> None:
     pytest.importorskip("onnxscript")
     site, body = photos(tmp_path / "site", 0), picture_body(tmp_path / "body.onnx")
-    place = fedapp.features(site, body, tmp_path / "f.npz", size=SIDE, mean=[127], std=[128], workers=1).out
+    place = fedapp.features(site, body, tmp_path / "f.npz", size=SIDE, mean=[127], std=[128, 120, 110], workers=1).out
     whole = trained(place, tiny).with_body(str(body))
     assert exporting.write(whole, "onnx", tmp_path / "net.onnx") < 1e-5
     session = onnxruntime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])

@@ -106,6 +106,9 @@ def test_the_factor_of_the_logits_stays_and_scores_are_of_the_clients_that_take_
     assert joined.summary["headline"]["clients"] == 2 and joined.summary["calibration"]["clients"] == 5
     assert "lda: the head is of 5 clients, scores are of the 2 of this run alone" in joined.summary["warnings"]
     assert "lda: the head is of 3 clients, scores are of the 2 of this run alone" in left.summary["warnings"]
+    other = go("lda personal=true shrink=0.9", "st", totals=begun.out)
+    for run, told in ((joined, False), (left, False), (other, True)):
+        assert any("fitted with other values of shrink" in text for text in run.summary["warnings"]) is told
 
 
 def test_a_newcomer_with_large_features_ends_the_exactness_for_good(go: Any) -> None:

@@ -68,8 +68,11 @@ class Extractor:
         self._session = _session(self.file)
         self.inputs = {i.name: i for i in self._session.get_inputs()}
         self._tokenizer: Any = _tokenizer(body) if body.tokenizer else None
+        first = next(iter(self.inputs.values()), None)
+        if first is None or not first.shape:
+            raise BadRequest(f"the body '{body.name}' takes no batch of samples: its first input must be (n, ...)")
         # What the file fixes of a batch and of one sample: numbers, and 0 where any will do.
-        self.batch, *self._fixed = (n if isinstance(n, int) else 0 for n in next(iter(self.inputs.values())).shape)
+        self.batch, *self._fixed = (n if isinstance(n, int) else 0 for n in first.shape)
         side = self._fixed[1] if len(self._fixed) == 3 and self._fixed[1] == self._fixed[2] else 0
         if side and body.size not in (0, side):
             raise BadRequest(f"size = {body.size}: the body '{body.name}' takes {side} x {side} pixels")
@@ -96,13 +99,13 @@ class Extractor:
         if shape is None:
             if unknown := sorted(set(self.inputs) - set(INPUTS)):
                 raise BadRequest(f"the body '{body.name}' has an input '{unknown[0]}': texts have {', '.join(INPUTS)}")
-            found = self.texts(["a"])
+            found = self.texts(["a", "a"])  # two, so that a body that mixes samples shows
         else:
             if len(inputs) != 1 or inputs[0].type != "tensor(float)" or len(self._fixed) != len(shape):
                 takes = "; ".join(f"{i.name} {i.type} {i.shape}" for i in inputs)
                 raise BadRequest(f"the body '{body.name}' takes {takes}, and the data have {described(shape)}")
             self._fit_pictures(shape[0]) if image else self._fit_arrays(shape)
-            found = self.rows(np.zeros((1, *shape), np.float32))
+            found = self.rows(np.zeros((2, *shape), np.float32))
         self.body = replace(self.body, width=found.shape[1])
 
     def _fit_arrays(self, shape: tuple[int, ...]) -> None:
@@ -163,10 +166,16 @@ class Extractor:
         lacking = max(0, self.batch - count)
         filled = {name: np.concatenate([rows, rows[-1:].repeat(lacking, axis=0)]) for name, rows in inputs.items()}
         try:
-            z = np.asarray(self._session.run(None, filled)[0])[:count]
+            z = np.asarray(self._session.run(None, filled)[0])
         except Exception as e:  # ONNX Runtime has errors of its own
             shapes = ", ".join(f"{name} {array.shape}" for name, array in inputs.items())
             raise BadRequest(f"the body '{body.name}' fails on {shapes} ({' '.join(str(e).split())[:300]})") from e
+        if np.shape(z)[:1] != (count + lacking,):
+            raise BadRequest(
+                f"the body '{body.name}' returns {z.shape} for {count + lacking} samples, not a row for each: in "
+                "PyTorch write x.flatten(1), not x.view(len(x), -1)"
+            )
+        z = z[:count]
         pooling = "none" if z.ndim == 2 else "mean" if z.ndim == (4 if mask is None else 3) else ""
         if not pooling or body.pooling not in ("", pooling) or z.dtype != np.float32:
             raise BadRequest(f"the body '{body.name}' returns {z.dtype} {z.shape}: wanted is float32 (n, width)")

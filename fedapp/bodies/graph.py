@@ -21,7 +21,7 @@ OPSET = 18
 
 _PICTURES = """
 before (uint8[n, h, w, c] raw) => (float[n, channels, side, side] raw_ready)
-<float[{moments}, 1, 1] raw_mean = {{{mean}}}, float[{moments}, 1, 1] raw_std = {{{std}}},
+<float[{moments}, 1, 1] raw_mean = {{{mean}}}, float[{deviations}, 1, 1] raw_std = {{{std}}},
  int64[4] raw_shape = {{1, {channels}, 1, 1}}, int64[2] raw_sides = {{{side}, {side}}}>
 {{
   raw_levels = Cast <to = 1> (raw)
@@ -103,7 +103,8 @@ def joined(extractor: Extractor, head: Any) -> Any:
         model = compose.merge_models(parsed(_TEXTS), core, inputs, outputs=["raw_weight", z])
     else:
         levels = {key: ", ".join(map(str, numbers)) for key, numbers in (("mean", body.mean), ("std", body.std))}
-        text = _PICTURES.format(channels=extractor.channels, side=body.size, moments=len(body.mean), **levels)
+        numbers = {"moments": len(body.mean), "deviations": len(body.std)}
+        text = _PICTURES.format(channels=extractor.channels, side=body.size, **numbers, **levels)
         inputs = [("raw_ready", f"body/{name}") for name in extractor.inputs]
         model = compose.merge_models(parsed(text), core, inputs, outputs=[z])
     if body.pooling == "mean":

@@ -188,6 +188,8 @@ def chosen(name: str, stored: str = "", size: int = 0, **described: Any) -> Body
     ------
     BadRequest : there is none, or an argument does not fit.
     """
+    if size > LARGEST:
+        raise BadRequest(f"the body '{name}': size = {size}: give at most {LARGEST} pixels")
     if not _is_own(name):
         given = sorted(key for key, value in {"weights": stored, **described}.items() if value)
         if given and name in NAMES:
@@ -234,8 +236,6 @@ def of_text(text: str, about: Mapping[str, Any] | None = None) -> Body:
             given[key] = value
         elif key in ("size", "tokens") and value.isdecimal():
             given[key] = int(value)
-            if key == "size" and given[key] > LARGEST:
-                raise BadRequest(f"the body '{name}': size = {value}: give at most {LARGEST} pixels")
         else:
             raise BadRequest(f"the body '{name}' does not take '{word}': write it as in {EXAMPLE}")
     if told.get("tokenizer") and _is_own(name) and "tokenizer" not in given:

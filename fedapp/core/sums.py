@@ -96,6 +96,9 @@ def problem_of_rounding(arrays: Mapping[str, Array], bits: int, samples: float, 
         most = samples * float(np.rint(largest * unit)) ** power
         if exact(samples, largest, bits) and np.abs(entries).max() * unit**power > most:
             return Impossible(f"'{name}' is larger than {samples:g} rows with features up to {largest:g} give")
+    most = samples * float(np.rint(largest * unit)) ** 2 * (1 + TOLERANCE)
+    if "energy" in arrays and exact(samples, largest, bits) and arrays["energy"][0] * unit**2 > most:
+        return Impossible(f"'energy' is larger than {samples:g} rows with features up to {largest:g} give")
     return None
 
 

@@ -128,14 +128,18 @@ _mine: list[Callable[[int], int]] = []
 def _begin(given: Source, body: Body, chunks: Chunks) -> None:
     pool.begin_worker()
     process.prepare(1)
-    extractor = Extractor(body)
-    given.fit(extractor)
-    same = f"{given.digest} {body.digest}" == chunks.of
-    _mine[:] = [partial(chunks.make, given, extractor) if same else partial(_refuse, given)]
+    try:
+        extractor = Extractor(body)
+        given.fit(extractor)
+        if f"{given.digest} {body.digest}" != chunks.of:
+            raise BadRequest(f"{given.place or given.name} has changed since the command began: repeat it")
+        _mine[:] = [partial(chunks.make, given, extractor)]
+    except BadRequest as e:  # raised here it would end the pool without its text
+        _mine[:] = [partial(_refuse, e)]
 
 
-def _refuse(given: Source, number: int) -> int:
-    raise BadRequest(f"{given.place or given.name} has changed since the command began: repeat it")
+def _refuse(error: BadRequest, number: int) -> int:
+    raise error
 
 
 def _make(number: int) -> int:

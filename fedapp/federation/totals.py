@@ -30,7 +30,12 @@ FEWEST_SITES = 2
 
 
 class Kept(BaseModel):
-    """Entries of the header that later sums continue with; `sites` are the digests of their sums by name."""
+    """Entries of the header that later sums continue with.
+
+    Attributes
+    ----------
+    fitted : hyperparameters on which `scale` depends.   sites : digests of the clients' sums, by name.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -38,6 +43,7 @@ class Kept(BaseModel):
     largest: Annotated[float, Field(ge=0)]
     scale: Annotated[float, Field(gt=0)]
     lost: Annotated[float, Field(ge=0)]
+    fitted: dict[str, Any] = {}
     salt: str
     sites: Annotated[dict[str, str], Field(min_length=FEWEST_SITES)]
 

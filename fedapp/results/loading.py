@@ -13,7 +13,6 @@ the global model of the method, as the server published it at the end.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -103,12 +102,16 @@ def load_with_body(run_dir: str | Path, body: str, **how: Any) -> LoadedModel | 
     if re.fullmatch("[0-9a-fA-F]{8,64}", body):
         return load(run_dir, **how, body=body)
     heads = _heads(Path(run_dir).expanduser()) if how.get("client") is None else []
-    found = dict[str, WholeModel]()
+    found, problems = dict[str, WholeModel](), list[BadRequest]()
     for digits in heads:
-        with contextlib.suppress(AnotherBody):
+        try:
             found[digits] = load(run_dir, **how, body=digits).with_body(body)
+        except BadRequest as e:
+            problems += [] if isinstance(e, AnotherBody) else [e]
     if len(found) > 1:
         raise BadRequest(f"'{body}' is the body of the heads {', '.join(found)}: write its size, mean and std too")
+    if problems and not found:
+        raise problems[0]
     return next(iter(found.values())) if found else load(run_dir, **how).with_body(body)
 
 
@@ -124,8 +127,13 @@ def _facts(run: RunResult, config: RunConfig) -> dict[str, Any]:
             f"in {run.out} every client normalised by itself (normalise = client), and only kept models say how: give "
             "a client, of a run with keep-models = true (up to 100 clients it is the default)"
         )
-    if facts := read_json(run.out / "inputs.json"):
+    if (facts := read_json(run.out / "inputs.json")).keys() - {"clients"}:
         return facts
+    if facts:
+        raise BadRequest(
+            f"the clients of {run.out} have samples of several shapes, and only kept models say which: give a client, "
+            "of a run with keep-models = true (up to 100 clients it is the default)"
+        )
     known = datasets.published(config.data.dataset)
     if known is None:
         raise BadRequest(

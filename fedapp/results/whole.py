@@ -76,7 +76,7 @@ class WholeModel:
                 found = self.extractor.body
         except BadRequest:
             raise
-        except (TypeError, ValueError, RuntimeError, MemoryError) as e:
+        except (TypeError, ValueError, OverflowError, RuntimeError, MemoryError) as e:
             raise BadRequest(f"the record of the model's body is damaged ({raised(e)}): take another copy") from e
         if differ or found.digest != inputs.body:
             differ = differ or [key for key, value in found.identity().items() if told.get(key, value) != value]
