@@ -793,13 +793,14 @@ def test_a_node_that_changes_its_client_id_leaves_nothing_behind() -> None:
     )
     manager = NodeCohort(grid, exchange(), RoundRequest())
     assert manager.register(strict=True) == [0, 2]
+    manager.reference = 2
     grid.offline = {13}
     assert manager.register(strict=True) == []
     grid.join(13, share(1))
     grid.offline = set()
     assert manager.register(strict=True) == [1]
     assert set(manager.nodes) == set(manager.infos) == set(manager.facts) == {0, 1}
-    manager.reference = 0
+    assert manager.reference == 0
     manager.leave_out({0: "it lied"})
     assert manager.reference == 1 and set(manager.facts) == {1}
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Array as FlowerArray
+from flwr.app import Message
 
 from fedapp.core import sums
 from fedapp.core.gaussian import unpack
@@ -18,6 +20,8 @@ from fedapp.errors import BadRequest
 from fedapp.federation.participants import Participants
 from fedapp.learning.state import read_safetensors, write_safetensors
 from fedapp.results.runs import RunResult
+from fedapp.transport.records import ARRAYS
+from tests.liars import federate
 
 Tiny = Callable[..., RunResult]
 CLASSES, WIDTH = 4, 9
@@ -231,6 +235,17 @@ def test_a_forged_file_of_totals_is_refused_in_one_line(
     with pytest.raises(BadRequest, match=words) as refused:
         go("lda", "s", totals=tmp_path / "forged.safetensors")
     assert "\n" not in str(refused.value)
+
+
+def test_the_first_client_may_be_blocked_in_the_only_exchange(tmp_path: Path) -> None:
+    def lie(kind: str, reply: Message) -> Message:
+        if kind == "query.sums":
+            reply.content[ARRAYS]["evil"] = FlowerArray(np.zeros(3))
+        return reply
+
+    given = {"dataset": "npz", "data-dir": str(rows([*"pqrs"], tmp_path / "a.npz")), "min-samples": 1}
+    run = federate(tmp_path / "run", {0}, lie, 4, method="fed3r", partition="by-client", min_replies=0.5, **given)
+    assert run.summary["blocked"] == [0] and [*totals(run)[1]["sites"]] == [*"qrs"]
 
 
 def test_the_sums_of_one_client_are_not_stored_and_a_difference_that_shows_them_is_said(go: Any) -> None:

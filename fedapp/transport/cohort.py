@@ -199,8 +199,6 @@ class Cohort(ABC):
             self.event({"kind": "warning", "text": f"client {client} was left out: {one_line(reason)}"})
         if reasons:
             self._enough_left(one_line(min(reasons.items())[1]))
-        if self.reference not in self.infos:
-            self.reference = min(self.infos)
 
     def _enough_left(self, reason: str) -> None:
         """Raise `BadRequest` unless enough clients are left without those that were left out, for such a reason."""
@@ -217,6 +215,8 @@ class Cohort(ABC):
     def _forget(self, client: int) -> int:
         """Drop all that is known of a client, and return its node."""
         del self.infos[client], self.facts[client]
+        if client == self.reference:
+            self.reference = min(self.infos, default=-1)
         return self.nodes.pop(client)
 
     def _registration(self, node: int, reply: Message) -> Registration:

@@ -314,9 +314,9 @@ class NodeCohort(Cohort):
                 problem = clash(method, self.infos[other], newcomer, self.facts[other], facts)
                 if problem:
                     raise BadRequest(problem)
+        self.nodes[client], self.facts[client], self.infos[client] = node, facts, newcomer
         for former in [c for c, n in self.nodes.items() if n == node and c != client]:
             self._forget(former)
-        self.nodes[client], self.facts[client], self.infos[client] = node, facts, newcomer
         return client
 
     def _agree(self, method: Method, ids: Collection[int]) -> int:
