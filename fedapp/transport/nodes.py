@@ -69,6 +69,7 @@ class NodeCohort(Cohort):
         super().__init__(grid, settings, request, event, validation=validation, ledger=ledger, poll=poll)
         self._read_roster = roster
         self.roster = roster()
+        self._fault = ""  # why the roster could not be read again
         self._took: dict[tuple[str, int], float] = {}  # seconds of the last answer, by kind and client
         self._seen: set[int] = set()
         self._strangers: set[int] = set()
@@ -241,12 +242,19 @@ class NodeCohort(Cohort):
     def _online(self) -> set[int]:
         """Return the nodes that are online and may take part."""
         online = set(patiently(self.grid.get_node_ids)) - self.offences.nodes
+        fault = ""
         try:
-            self.roster = self._read_roster()  # nodes may be admitted during a run
+            self.roster = self._read_roster()  # nodes may be admitted, or removed, during a run
         except BadRequest as e:
-            self.event({"kind": "warning", "text": f"the roster of before is used: {one_line(e)}"})
+            fault = f"the roster of before is used: {one_line(e)}"
+            if fault != self._fault:
+                self.event({"kind": "warning", "text": fault})
+        self._fault = fault
         if self.roster is None:
             return online
+        for client, node in sorted(self.nodes.items() - {(a.client, a.node) for a in self.roster.values()}):
+            self._forget(client)
+            self._seen.discard(node)
         self._strangers -= set(self.roster)
         for node in sorted(online - set(self.roster) - self._strangers):
             self._strangers.add(node)
