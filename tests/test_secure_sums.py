@@ -438,6 +438,16 @@ def test_a_client_with_false_shares_ends_one_run_and_is_blocked(name: str, words
     assert go(tmp_path / "run", clients=6, resume=True)["blocked"] == [5]
 
 
+def test_a_client_that_lies_twice_is_blocked_once(tmp_path: Path) -> None:
+    false, large = (
+        changed("query.shares", 3, "secure/digest", np.zeros_like),
+        changed("query.agree", 3, "secure/codes", lambda a: a[:1]),
+    )
+    with pytest.raises(RoundFailed, match="round 1: the sum cannot be opened"):
+        go(tmp_path / "run", lambda reply: large(false(reply) or reply), clients=10, **{"secure-dropout": 0.4})
+    assert len((tmp_path / "run" / "blocked.csv").read_text().splitlines()) == 2
+
+
 def test_a_client_that_opens_false_shares_is_blocked(tmp_path: Path) -> None:
     def wire(reply: Message) -> Message:
         if reply.metadata.message_type == "query.unmask" and reply.metadata.src_node_id == 1000:

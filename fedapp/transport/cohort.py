@@ -387,6 +387,8 @@ class Cohort(ABC):
 
     def _block(self, offence: Dropped, why: str = "") -> None:
         """Send a client no more messages in this run, and leave its node alone."""
+        if offence.client not in self.nodes:
+            return  # it is blocked already
         node = self._forget(offence.client)
         found = Blocked(offence.round, offence.client, node, offence.stage, why + offence.reason)
         self.offences.blocked[offence.client] = found
@@ -407,7 +409,7 @@ class Cohort(ABC):
             blocked = "; ".join(f"client {c}: {b.reason}" for c, b in list(self.offences.blocked.items())[:5])
             raise RoundFailed(
                 f"round {exchange.round}: {len(self.nodes)} clients are left, and the run needs {self.fewest()} "
-                f"(min-clients); blocked are {blocked}",
+                f"(min-clients); blocked are {blocked or 'none'}",
                 exchange.round,
             )
 
