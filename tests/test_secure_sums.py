@@ -429,13 +429,23 @@ def test_a_copied_key_blocks_the_copier(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, words", [("secure/shares", "could not open its shares"), ("secure/digest", "do not open its secret")]
+    "name, words, drawn",
+    [
+        ("secure/shares", "could not open its shares", {"clients": 6}),
+        ("secure/digest", "do not open its secret", {"clients": 9, "fraction-train": 0.667}),
+    ],
 )
-def test_a_client_with_false_shares_ends_one_run_and_is_blocked(name: str, words: str, tmp_path: Path) -> None:
+def test_a_client_with_false_shares_ends_one_run_and_is_blocked(
+    name: str, words: str, drawn: dict[str, Any], tmp_path: Path
+) -> None:
+    seen: list[tuple[str, int]] = []
     with pytest.raises(RoundFailed):
-        go(tmp_path / "run", changed("query.shares", 5, name, lambda a: a ^ 1), clients=6)
+        go(tmp_path / "run", stages(seen, changed("query.shares", 5, name, lambda a: a ^ 1)), **drawn)
     assert words in (tmp_path / "run" / "blocked.csv").read_text()
-    assert go(tmp_path / "run", clients=6, resume=True)["blocked"] == [5]
+    first = who(seen, "query.shares")
+    seen.clear()
+    assert go(tmp_path / "run", stages(seen), **drawn, resume=True)["blocked"] == [5]
+    assert who(seen, "train") == [c for c in first if c != 5] != [], "the clients that are left, and no others"
 
 
 def test_a_client_that_lies_twice_is_blocked_once(tmp_path: Path) -> None:

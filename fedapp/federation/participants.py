@@ -18,7 +18,7 @@ from fedapp.transport.cohort import Cohort
 from fedapp.transport.ledger import digests_of
 from fedapp.transport.offences import Dropped
 from fedapp.transport.request import RoundRequest
-from fedapp.transport.secure import SecureSums
+from fedapp.transport.secure import SecureSums, name_of
 from fedapp.transport.traffic import Exchange
 from strategies.base import Strategy
 
@@ -129,9 +129,12 @@ class Participants:
         return sorted(self.manager.nodes.keys() - self.unseen)
 
     def sample(self, seed: int, server_round: int) -> list[int]:
-        """Return the clients of a round, after those that are new have registered."""
+        """Return the clients of a round, after those that are new have registered; of a repeated secure sum its own."""
         self._began = time.perf_counter()
         self.manager.register()
+        before = self.secure.before(name_of("train", server_round)) if self.secure else None
+        if before is not None:
+            return sorted(before & set(self.training()))
         drawn = sampling.sample_clients(seed, server_round, self.training(), self.manager.settings.fraction_train)
         ids, self.pending = self.manager.without_silent(server_round, drawn)
         return ids

@@ -246,6 +246,11 @@ def _rows(array: Array | None, count: int, size: int) -> list[bytes]:
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
+def name_of(kind: str, server_round: int) -> str:
+    """Return the name of a sum among those that were opened."""
+    return QUESTIONS if kind.startswith("query.") else f"{kind} {server_round}"
+
+
 class Opened:
     """Over which clients sums were opened, so that no other sum of the same numbers is.
 
@@ -310,8 +315,8 @@ class SecureSums:
             was opened before, the shares do not open the sum, or it cannot be one of replies.
         """
         started, given, kind = time.perf_counter(), dict(payloads), exchange.kind
-        name = QUESTIONS if kind.startswith("query.") else f"{kind} {exchange.round}"
-        before = self._before(name)
+        name = name_of(kind, exchange.round)
+        before = self.before(name)
         if before is not None:
             given = {c: p for c, p in given.items() if c in before}
             self._all_of(before, given, exchange)
@@ -459,7 +464,7 @@ class SecureSums:
             text += f"client {holder} opened one; the sum was opened without it, and no client is blocked"
             self.cohort.event({"kind": "warning", "text": text})
 
-    def _before(self, name: str) -> set[int] | None:
+    def before(self, name: str) -> set[int] | None:
         """Return the clients whose sum was opened, or None; who was blocked since is not asked again."""
         found = self.opened.sets.get(name)
         return None if found is None else set(found) - self.cohort.offences.blocked.keys()
