@@ -53,7 +53,7 @@ def comparison(
 
 def scored(
     out: Path, scores: Scores, clients: int = 10, rows: int | Sequence[int] = 100, majority: float = 0.3
-) -> None:
+) -> list[Job]:
     """Write a comparison whose methods have these accuracies, and all clients the same; Standalone again: half a point.
 
     Parameters
@@ -71,6 +71,7 @@ def scored(
     again = [run(f"again/local-s{s}", "local", s, score + 0.005) for s, score in enumerate(alone) if len(alone) > 2]
     reference = "local" if "local" in scores else next(iter(scores))
     tables.write(out, jobs, again, reference, None, ["Settings differ, augment: weak for FedClassAvg."], [])
+    return jobs
 
 
 def _run(

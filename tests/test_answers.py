@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +15,8 @@ from typer.testing import CliRunner
 
 from fedapp import cli, registry
 from fedapp.errors import BadRequest
-from fedapp.experiments import compare
+from fedapp.experiments import compare, tables
+from fedapp.results import tables as printed
 from fedapp.results.answers import Answer, alerts_of, answers_of, payload_of, screen
 from fedapp.results.runs import Comparison, read_comparison
 from tests import madeup
@@ -53,6 +55,7 @@ def test_the_interval_of_the_screen_is_that_of_the_table_and_k_counts_the_method
     tests = Comparison(four, ()).significance
     assert set(tests.loc[tests["measure"] == "headline", "variant"]) == {"fedclassavg", "lgfedavg", "fedavg"}
     assert "3 seeds, 3 methods against alone: only differences above" in answer.power()
+    assert "--seeds 5 adds 60.0 s of runs" in answer.power(), "two seeds of 24 seconds, and 6 for alone again"
     row = answer.test("fedclassavg")
     assert row is not None
     assert f"{100 * row['low']:+.1f} to {100 * row['high']:+.1f}" in screen(Comparison(four, ()))
@@ -149,7 +152,7 @@ def test_seeds_that_agree_have_an_interval_with_two_ends(tmp_path: Path) -> None
     assert "FedAvg by 5.0 points (+4.997 to +5.003). Equal to training alone within 1.0 points (90 %" in shown
     assert "LG-FedAvg 80.0 +0.0 -0.003 to +0.003 0/30/0" in shown
     whole = " ".join(screen(Comparison(tmp_path, ()), everything=True).split())
-    assert "FedAvg +5.0 (+4.997 to +5.003), better by more than the margin of 1.0." in whole
+    assert "FedAvg +5.0 (+4.97 to +5.03), better by more than the margin of 1.0." in whole
     assert "only differences above about 0.004 points would show, with 5 seeds 0.002, with 10 seeds 0.001" in shown
 
 
@@ -332,6 +335,47 @@ def test_standalone_again_has_the_same_partition_and_the_next_training_seed(tmp_
         assert all(j.out.parent == tmp_path / "again" for j in again)
 
 
+def test_the_resolution_is_that_of_the_data_card_where_only_the_central_test_set_is_scored(tmp_path: Path) -> None:
+    jobs = [replace(job) for job in comparison(tmp_path, {"local": [0.8] * 2, "fedavg": [0.9] * 2})]  # nothing is read
+    for path in tmp_path.glob("runs/*/final.csv"):
+        table = pd.read_csv(path)
+        table[[c for c in table if not c.endswith(("_total", "_correct"))]].to_csv(path, index=False)
+    (tmp_path / "runs" / "fedavg-s1" / "data_card.json").unlink()
+    found = tables.significance(jobs, "local").set_index("measure")["standard_error"]
+    assert found["headline"] == pytest.approx(1 / 1000 / math.sqrt(12 * 2)), "ten clients with 100 test rows"
+
+
+def test_the_worst_tenth_is_a_mean_of_a_tenth_of_the_clients(tmp_path: Path) -> None:
+    comparison(tmp_path, {"local": [0.8] * 3, "fedavg": [0.9] * 3}, clients=21, rows=40)
+    row = answered(tmp_path).test("fedavg", "headline_worst_tenth")
+    assert row is not None and row["standard_error"] == pytest.approx(1 / (3 * 40) / math.sqrt(12 * 3))
+
+
+def test_scores_on_the_central_test_set_are_called_so_and_a_method_without_one_does_not_lead(tmp_path: Path) -> None:
+    comparison(tmp_path, {"lgfedavg": [0.9], "fedavg": [0.8], "local": [0.7]})
+    table = pd.read_csv(tmp_path / "results.csv")
+    scored = table["variant"] == "fedavg"
+    table["headline"] = table["headline"].where(~scored, "global").where(scored)
+    table["headline_last"] = table["headline_last"].where(scored)
+    table.to_csv(tmp_path / "results.csv", index=False)
+    (tmp_path / "significance.csv").unlink()
+    answer, shown = answered(tmp_path), " ".join(screen(Comparison(tmp_path, ())).split())
+    assert answer.leader == "fedavg" and "Highest mean on central test data: FedAvg, 80.0 %." in shown
+    assert "central" in shown.partition("majority")[0].split()
+    assert "No differences: training alone has no score on central test data: give another --reference." in shown
+
+
+def test_named_clients_without_test_rows_or_without_a_gain(tmp_path: Path) -> None:
+    comparison(tmp_path, {"local": [0.8, 0.8], "fedavg": [0.81, 0.79]}, clients=2, rows=[0, 100])
+    (row,) = printed._named_clients(read_comparison(tmp_path).runs, "local").loc[["fedavg"]].to_numpy().tolist()
+    assert row == ["–", "80.0 ± 1.4; +0.0 (1)"]
+
+
+def test_rounds_to_a_target_count_the_seeds_that_have_one() -> None:
+    rows = pd.DataFrame({"trained_target": [0.9, 0.9, math.nan], "n": [3, 5, math.nan]})
+    assert printed._until(rows, "n") == "4.0" and printed._until(rows[2:], "n") == "–"
+
+
 def test_clients_without_test_rows_have_no_say_in_margin_and_median(tmp_path: Path) -> None:
     comparison(tmp_path, FOUR, clients=5, rows=[0, 0, 0, 50, 40])
     answer = answered(tmp_path)
@@ -376,7 +420,7 @@ def test_the_margin_of_all_classes_counts_the_rows_that_it_is_measured_on(
         sampled = {"balanced": {"clients": clients, "of": clients, "images": images}}
         (run.out / "summary.json").write_text(json.dumps({**summary, "sampled": sampled}))
         (run, *_) = read_comparison(tmp_path).runs
-    assert run.resolution(all_classes=True) == 1 / wanted
+    assert run.resolution(pooled=True) == 1 / wanted
 
 
 def test_paths_below_the_current_folder_are_printed_as_a_command_there_takes_them(

@@ -51,6 +51,11 @@ def test_seeds_that_agree_have_the_spread_of_rounding() -> None:
     assert found.error == pytest.approx(0.01 / math.sqrt(12 * 3)) and found.low < 0.02 < found.high
 
 
+def test_seeds_that_agree_to_an_unknown_resolution_have_a_p() -> None:
+    found = differences_of({"a": [0.02] * 2, "b": [0.0] * 2}, math.nan)
+    assert (found["a"].p, found["b"].p) == (0, 1)
+
+
 def test_one_seed_has_no_interval_and_counts_among_the_rows() -> None:
     table = differences_of({**THREE, "d": [0.5]}, 1e-4)
     assert math.isnan(table["d"].error) and table["d"].word(0.01) == ""

@@ -194,8 +194,9 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
             continue
         for measure in MEASURES:
             differences, level = _by_seed(members, reference, measure)
-            pooled = measure.endswith(BALANCED)
-            step = max(j.result.resolution(pooled) for j in members)
+            central = measure == "headline" and {j.result.headline for j in members} <= {"global", ""}
+            pooled, tenth = central or measure.endswith(BALANCED), measure.endswith("worst_tenth")
+            step = float(max(measured(j.result.resolution(pooled, tenth) for j in members), default=math.nan))
             tested = measured(itertools.chain.from_iterable(j.result.test_rows for j in members))
             tested = tested[tested > 0]
             median = float(np.median(tested)) if len(tested) else math.inf

@@ -145,7 +145,12 @@ class Answer:
     def leader(self) -> str:
         """The method with the highest mean of those above the reference, else of all; empty without a method."""
         above = [v for v in self.methods if (t := self.test(v)) and str(t["word"]).startswith("better")]
-        return max(above or self.methods, key=lambda v: (s := self.mean(v, "headline_last"), s == s), default="")
+        return max(above or self.methods, key=lambda v: ((s := self.mean(v, "headline_last")) == s, s), default="")
+
+    @property
+    def test_data(self) -> str:
+        """The test data of the headlines: `central` where all are of global models, else the clients' `own`."""
+        return "central" if set(self.finished["headline"].dropna()) == {"global"} else "own"
 
     # ---- sentences
 
@@ -172,7 +177,7 @@ class Answer:
         return short if shorter > 1 and short not in {other.partition(" (")[0] for other in others} else name
 
     def _difference(self, shorter: int) -> str:
-        highest = self._highest("headline_last", "mean on own test data", shorter)
+        highest = self._highest("headline_last", f"mean on {self.test_data} test data", shorter)
         if self.seeds < 3 or "headline" not in self.tests:
             return highest
         groups: dict[str, list[str]] = {}
@@ -249,9 +254,10 @@ class Answer:
         if self.seeds < 3 <= (asked := self.table["seed"].nunique()):
             return f"Only {counted(self.seeds, 'seed')} of {asked} finished with the reference and a method."
         spread = pd.Series([row["standard_error"] * math.sqrt(row["seeds"]) for row in rows], dtype=float).median()
-        seconds = float(self.finished.groupby("variant")["run_seconds"].mean().sum())
+        seconds = self.finished.groupby("variant")["run_seconds"].mean()
         reference = ALONE if self.reference == self.alone else self.name(self.reference)
-        return intervals.power_text(self.seeds, len(rows), reference, spread, seconds)
+        again = float(seconds.get(self.alone, 0.0))
+        return intervals.power_text(self.seeds, len(rows), reference, spread, float(seconds.sum()), again)
 
     def variance(self) -> str:
         """State the share of training alone's variance that lies between partitions; empty for fewer than four.
@@ -278,7 +284,11 @@ class Answer:
             runs = int((self.table["variant"] == label).sum())
             yield f"{self.name(str(label))} failed ({len(rows)} of {counted(runs, 'seed')}): {rows['failed'].iloc[0]}"
         if self.methods and not self.tests.get("headline"):
-            yield f"No differences: {self.name(self.reference)} and no method have finished a seed in common."
+            why = "and no method have finished a seed in common"
+            scores = self.finished.loc[self.finished["variant"] == self.reference, "headline_last"]
+            if len(scores) and scores.isna().all():
+                why = f"has no score on {self.test_data} test data: give another --reference"
+            yield f"No differences: {self.name(self.reference)} {why}."
         if self.clients == 1:
             yield "One client: there is nothing to federate."
         done = self.finished
@@ -290,7 +300,7 @@ class Answer:
         if len(done) and done.groupby("variant")["headline_last"].mean().max() <= majority:
             yield f"No method is above guessing each client's majority class ({percent(majority)} %)."
         rows = done["test_median"].median()
-        if rows < FEW_ROWS:
+        if rows < FEW_ROWS and self.test_data == "own":
             yield f"Few test rows: {rows:.0f} of the median client, so one row is {100 / rows:.1f} points of its score."
 
 
@@ -475,7 +485,7 @@ def heads_of(answer: Answer) -> list[str]:
     """Return the heads of a row's cells, of two lines each; below two seeds there are no differences."""
     against = f"vs\n{ALONE if answer.reference == answer.alone else 'ref.'}"
     differences = {0: [], 1: [], 2: [f"{against}, by seed"]}.get(answer.seeds, [against, "95 %\ninterval"])
-    return ["\n", "own\ntest", *differences, "gain/same\n/lose", "all\nclasses", "up/\nround"]
+    return ["\n", f"{answer.test_data}\ntest", *differences, "gain/same\n/lose", "all\nclasses", "up/\nround"]
 
 
 def row_of(answer: Answer, label: str, name: str) -> list[str]:

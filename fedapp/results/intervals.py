@@ -76,6 +76,8 @@ class Difference:
     @property
     def p(self) -> float:
         """Two-sided p of the t-test of this row alone; NaN with one seed."""
+        if not self.error:  # no step is known, and the seeds agree
+            return 0.0 if self.mean else 1.0
         return float(2 * stats.t.sf(abs(self.mean) / self.error, self.freedom))
 
     def word(self, margin: float) -> str:
@@ -120,7 +122,8 @@ def differences_of(table: Mapping[str, Iterable[float]], resolution: float) -> d
     Parameters
     ----------
     table : row -> one difference for each seed, at least one.   The reference has no row.
-    resolution : smallest step of such a difference, > 0. A variance is at least that of rounding, resolution^2 / 12.
+    resolution : smallest step of such a difference, > 0, or NaN. A variance is at least that of rounding, its square
+        / 12.
     """
     rows = {name: measured(values) for name, values in table.items()}
     variance = {n: max(float(v.var(ddof=1)), resolution**2 / 12) for n, v in rows.items() if len(v) > 1}
@@ -236,21 +239,21 @@ def by_seed(row: Mapping[str, Any]) -> str:
     return " and ".join(map(points, json.loads(row["by_seed"]))) if row["seeds"] > 1 else DASH
 
 
-def power_text(seeds: int, rows: int, reference: str, spread: float, seconds: float) -> str:
+def power_text(seeds: int, rows: int, reference: str, spread: float, seconds: float, again: float) -> str:
     """State the differences that so few seeds can show, and the seeds that smaller ones take.
 
     Parameters
     ----------
     rows : compared with the reference.   spread : standard deviation of a difference over seeds, a share; NaN for one.
-    seconds : that the runs of one seed take.
+    seconds : that the runs of one seed take.   again : and, from three seeds on, its second run of training alone.
     """
     if seeds < 3:
         what = "One seed: no differences are shown" if seeds == 1 else "Two seeds: differences are shown, not judged"
-        return f"{what}. --seeds 3 adds {duration(seconds * (3 - seeds))} of runs."
+        return f"{what}. --seeds 3 adds {duration(seconds * (3 - seeds) + 3 * again)} of runs."
     more = [n for n in (5, 10) if n > seeds]
     seen = {n: size_of(spread * smallest_seen(n, rows)) for n in (seeds, *more)}
     shown = f"only differences above about {seen[seeds]} points would show"
     text = f"{seeds} seeds, {counted(rows, 'method')} against {reference}: "
     text += ", ".join([shown, *(f"with {n} seeds {seen[n]}" for n in more)])
-    adds = f"; --seeds {more[0]} adds {duration(seconds * (more[0] - seeds))} of runs" if more else ""
+    adds = f"; --seeds {more[0]} adds {duration((seconds + again) * (more[0] - seeds))} of runs" if more else ""
     return f"{text}{adds}."

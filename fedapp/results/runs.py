@@ -449,15 +449,16 @@ class RunResult:
     @property
     def test_rows(self) -> pd.Series:
         """The number of test rows of each client, the same for every score of its own test rows."""
-        return next((self.final[c] for c in self.final if c.endswith("_total")), pd.Series(dtype=float))
+        stated = pd.Series(self.card.get("test_sizes"), dtype=float)
+        return next((self.final[c] for c in self.final if c.endswith("_total")), stated)
 
-    def resolution(self, all_classes: bool = False) -> float:
-        """Return the smallest step of a mean accuracy over clients, or of an all-class score; NaN without test rows.
+    def resolution(self, pooled: bool = False, tenth: bool = False) -> float:
+        """Return the smallest step of a mean accuracy over clients, or over a tenth of them; NaN without test rows.
 
-        All-class scores are measured on the clients' test rows together, or on the run's number of them.
+        Pooled scores are measured on the clients' test rows together, or on the run's number of them.
         """
-        if not all_classes:
-            return resolution(self.test_rows)
+        if not pooled:
+            return resolution(self.test_rows, tenth)
         stated = (self.summary.get("sampled") or {}).get("balanced") or {}
         rows = min(float(self.test_rows.sum()), float(stated.get("images", UNION)))
         return 1 / rows if rows > 0 else math.nan

@@ -157,11 +157,17 @@ def holm(p: Sequence[float]) -> list[float]:
     return [float(v) for v in corrected]
 
 
-def resolution(tests: Iterable[Any]) -> float:
-    """Return the smallest step of a mean accuracy over clients with these test rows (K,); NaN where none are known."""
+def resolution(tests: Iterable[Any], tenth: bool = False) -> float:
+    """Return the smallest step of a mean accuracy over clients with these test rows (K,); NaN where none are known.
+
+    Parameters
+    ----------
+    tenth : the mean is over a tenth of the clients, see :func:`worst`.
+    """
     rows = measured(tests)
     rows = rows[rows > 0]
-    return 1 / float(len(rows) * np.median(rows)) if len(rows) else math.nan
+    count = math.ceil(len(rows) / 10) if tenth else len(rows)
+    return 1 / float(count * np.median(rows)) if count else math.nan
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------

@@ -101,11 +101,19 @@ def _spread(rows: pd.DataFrame, column: str, **how: Any) -> str:
 
 
 def _until(rows: pd.DataFrame, column: str, *how: Any) -> str:
-    return until(rows[column], *how) if rows["trained_target"].notna().any() else DASH  # a repeat has no target
+    rows = rows[rows["trained_target"].notna()]  # a repeat has no target, nor has a seed whose reference failed
+    return until(rows[column], *how) if len(rows) else DASH
 
 
 def _privacy(rows: pd.DataFrame) -> str:
     return str(rows.sort_values("privacy_epsilon")["privacy"].iloc[-1])  # the largest; unknown ones come last
+
+
+def _gain(differences: pd.Series) -> str:
+    if differences.isna().all():  # a client without test rows
+        return ""
+    mean = round(differences.mean(), 9) or 0.0  # no sign of a rounding error
+    return f"; {points(mean)} ({(differences > 0).sum()})"
 
 
 def _named_clients(runs: Sequence[RunResult], reference: str) -> pd.DataFrame:
@@ -123,7 +131,7 @@ def _named_clients(runs: Sequence[RunResult], reference: str) -> pd.DataFrame:
     for label in scores.keys() - {reference}:
         apart = (pd.DataFrame(scores[label]) - alone).dropna(axis=1, how="all")
         if len(apart.columns):
-            by_name[label] += apart.apply(lambda found: f"; {points(found.mean())} ({(found > 0).sum()})", axis=1)
+            by_name[label] += apart.apply(_gain, axis=1)
     return pd.DataFrame(by_name).fillna(DASH).T
 
 
