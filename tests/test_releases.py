@@ -60,11 +60,11 @@ def test_the_line_is_on_the_disk_before_anything_is_drawn(tmp_path: Path, monkey
         return draw(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(releases, "noised_steps", noised)
-    ledger = Ledger(tmp_path / "p" / "a.jsonl")
+    ledger = Ledger(tmp_path / "p" / "a.jsonl", tmp_path / "h" / "a.head")
     releaser = Releaser(ONE, ledger, {"run": "a"})
     sent = releaser.release(np.zeros(5), 1.0, "sums")
-    drawn = events.index("draw after 1")
-    assert "fsync a.jsonl" in events[:drawn] and events[:drawn][-1] == "fsync p"  # the file, then its name
+    order = [events.index(event) for event in ("fsync p", "fsync a.jsonl", "fsync h", "draw after 1")]
+    assert order == sorted(order), "a head without its ledger would refuse every release"
     assert releaser.done == 1 and (sent != 0).all()
     assert ledger.entries()[0] | {"time": 0} == {
         "schema": 1, "unit": "example", "noise": ONE.noise, "time": 0, "test": False, "after": "", "run": "a",

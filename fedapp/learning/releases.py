@@ -183,13 +183,14 @@ class Ledger:
                 f"{privacy.delta:g}), and {len(entries)} earlier ones spent {before:.4g}: fewer rounds, more noise "
                 "(dp-noise), or a larger budget"
             )
-        new = not self.path.exists()
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             # What a writer that was killed has left of a line is not a release: the next one takes its place.
             whole = os.pread(handle, os.fstat(handle).st_size, 0)
             end = whole.rfind(b"\n") + 1
             os.ftruncate(handle, end)
+            if not end:  # it may be new
+                synced(self.path.parent)
             line = json.dumps({**entry, "after": hashes[-1], **about}).encode()
             if os.pwrite(handle, line + b"\n", end) != len(line) + 1:
                 raise OSError(0, "the disk is full")
@@ -198,8 +199,6 @@ class Ledger:
             os.close(handle)
         if self.head is not None:
             self._note(len(entries) + 1, _chained(hashes[-1], line))
-        if new:
-            synced(self.path.parent)
         return Spent(len(entries) + 1, after)
 
     def _note(self, releases: int, last: str) -> None:
