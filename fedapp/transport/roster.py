@@ -19,10 +19,12 @@ from typing import Any
 import tomli_w
 
 from fedapp.errors import BadRequest, counted
-from fedapp.files import atomic
+from fedapp.files import atomic, locked
 
 ROSTER = "FEDAPP_ROSTER"
 """Environment variable with the path of the roster; `fedapp superlink` sets it."""
+PATIENCE = 60.0
+"""Seconds to wait for another process that adds an entry."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,12 @@ def add(path: Path, entry: Admitted) -> None:
     ------
     BadRequest : the client id or the node stands in the roster already.
     """
-    known = read(path) if path.exists() else {}
-    check_free(path, known, entry.client, entry.node)
-    _write(path, [*known.values(), entry])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    taken = f"another process holds {path}: repeat the command when it has ended"
+    with locked(path.with_name(f".{path.name}.lock"), taken, PATIENCE):
+        known = read(path) if path.exists() else {}
+        check_free(path, known, entry.client, entry.node)
+        _write(path, [*known.values(), entry])
 
 
 def create(path: Path) -> None:
