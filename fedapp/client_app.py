@@ -38,6 +38,7 @@ from fedapp.learning.releases import Ledger, Releaser, path_of
 from fedapp.learning.state import MOST_ROUNDS, ClientStore, Expected, StateError
 from fedapp.learning.task import Task
 from fedapp.method import Payload, Scalar
+from fedapp.models import frozen
 from fedapp.reduce.scaling import KIND, SCALING
 from fedapp.results import predict
 from fedapp.tasks import node as nodes
@@ -301,9 +302,18 @@ class Handlers:
         return Outcome(arrays, numbers)
 
     def scaling(self, request: RoundRequest, payload: Payload) -> Outcome:
-        """Return the sums from which mean and deviation of the features of all clients follow."""
-        sums = feature_sums(self.client.task.x_train.cpu().numpy())
-        return Outcome(prefixed(SCALING, sums))
+        """Return the sums from which mean and deviation of the features of all clients follow.
+
+        Rows of classes with fewer than `min-class-count` rows are left out, since other replies may describe the rest.
+        """
+        settings, task = self.config.model, self.client.task
+        if not frozen.of(settings.model, settings).scaled:
+            raise BadRequest("the server asks for sums of features, and this run's model does not standardise any")
+        least = _node(self.context, self.config, request).min_class_count
+        rows = task.x_train[task.y_train.bincount()[task.y_train] >= least].cpu().numpy()
+        if not len(rows):
+            raise BadRequest("this node has too few rows of every class (min-class-count in the node-config)")
+        return Outcome(prefixed(SCALING, feature_sums(rows)))
 
     def keep(self, protocol: str, request: RoundRequest, rounds: int, scalars: Mapping[str, Scalar]) -> None:
         """Keep the model of a score for use after the run: on a real node always, in a simulation at the end."""

@@ -15,18 +15,20 @@ import torch
 from clients import _checks
 from clients.base import FedClient
 from fedapp import load
+from fedapp.client_app import Handlers
 from fedapp.config import for_nodes, from_flat
 from fedapp.core import fourier
 from fedapp.data.moments import feature_sums
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
-from fedapp.method import Reply
+from fedapp.method import Payload, Reply
 from fedapp.models import frozen
 from fedapp.reduce.scaling import MOMENTS, moments_from
 from fedapp.results import exporting, predict
 from fedapp.results.runs import RunResult
 from fedapp.settings import ModelSettings
+from fedapp.transport.request import RoundRequest
 from tests.test_exact_sums import head, written
 from tests.test_given_features import features, training
 from tests.test_nodes import start
@@ -262,6 +264,24 @@ def test_sums_that_no_features_have_are_refused(change: dict[str, np.ndarray], s
     reply = Reply(0, 4, {f"scaling/{name}": array for name, array in sums.items()}, {})
     found = MOMENTS.problem(context, reply, {})
     assert found is None if said is None else said in str(found)
+
+
+def test_sums_leave_only_for_a_model_that_standardises_and_of_classes_with_enough_rows() -> None:
+    x, y = torch.tensor([[1.0], [2.0], [9.0]]), torch.tensor([4, 4, 1])
+    client: Any = SimpleNamespace(task=SimpleNamespace(x_train=x, y_train=y))
+
+    def asked(least: int, **model: str) -> dict[str, float]:
+        context: Any = SimpleNamespace(node_config={"client-id": 0, "data-path": "x", "min-class-count": least})
+        handlers = Handlers(context, from_flat({"dataset": "npz", **model}), client)
+        return {n: float(a[0]) for n, a in handlers.scaling(RoundRequest(), Payload()).arrays.items()}
+
+    scaled = {"model": "identity", "model-args": "standardise=true"}
+    assert asked(2, **scaled) == {"scaling/count": 2, "scaling/sum": 3, "scaling/square": 5}
+    assert asked(0, **scaled)["scaling/sum"] == 12
+    with pytest.raises(BadRequest, match="too few rows of every class"):
+        asked(3, **scaled)
+    with pytest.raises(BadRequest, match="this run's model does not standardise any"):
+        asked(0, model="mlp")
 
 
 @pytest.mark.parametrize("text", ["[[0], [1]]", "[[0, 0], [1, 0]]", "[[0, NaN], [1, 1]]"])
