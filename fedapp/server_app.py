@@ -104,7 +104,7 @@ def place(config: RunConfig, *, confined: bool = True) -> Path:
 
     Raises
     ------
-    BadRequest : a relative path.
+    BadRequest : a relative path, or one that ends in no name.
     """
     if not config.storage.out:
         return new_folder(Path(os.environ.get("FEDAPP_RUNS") or Path.home() / "fedapp-runs"), run_name(config))
@@ -114,7 +114,9 @@ def place(config: RunConfig, *, confined: bool = True) -> Path:
             f"out = '{config.storage.out}' must be an absolute path: a run-config travels to other processes"
         )
     runs = os.environ.get("FEDAPP_RUNS") if confined else None
-    if runs and not out.resolve().is_relative_to(Path(runs).resolve()):
+    if runs and Path(runs).resolve() not in out.resolve().parents:
+        if out.name in ("", ".."):
+            raise BadRequest(f"out = '{out}' ends in no name of a folder: give one")
         return Path(runs) / out.name
     return out
 
@@ -589,7 +591,8 @@ def secure_sums(run: Run) -> SecureSums | None:
     path = run.out / f"opened-sums{run.body and '-'}{run.body[:8]}.json"
     try:
         before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        opened = Opened({str(n): [int(c) for c in ids] for n, ids in before.items()}, partial(write_json, path))
+        note = partial(write_json, path, indent=None, durable=True)
+        opened = Opened({str(n): [int(c) for c in ids] for n, ids in before.items()}, note)
     except (OSError, ValueError, TypeError, AttributeError) as e:
         raise BadRequest(
             f"cannot read {path} (record of opened secure sums; {type(e).__name__}: {e}): put a good copy of it "

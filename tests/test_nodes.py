@@ -233,6 +233,9 @@ NOISY = {"dp": "example", "method-args": "base=none", "normalise": "none", "prot
     [
         ({"allow-methods": "fedavg, fedgh"}, {"method": "lgfedavg"}, r"'lgfedavg' is not among .* \(fedavg, fedgh\)"),
         ({"allow-methods": "fedavg, fedgh"}, {"method": "fedgh"}, ""),
+        ({"allow-methods": "ccvr"}, {"method": "ccvr", "method-args": "base=moon"}, "the base 'moon' is not among"),
+        ({"allow-methods": "ccvr"}, {"method": "ccvr", "method-args": "base=none"}, ""),
+        ({"allow-methods": "ccvr, moon"}, {"method": "ccvr", "method-args": "base=moon"}, ""),
         ({"min-class-count": 5}, {"method": "lgfedavg"}, ""),
         ({"min-class-count": 5}, {"method": "fedgh"}, r'set method-args="min_class_count=5"'),
         ({"min-class-count": 5}, {"method": "fedgh", "method-args": "min_class_count=4"}, "this run 4"),
@@ -924,6 +927,10 @@ def test_the_owner_of_the_superlink_decides_where_runs_lie(tmp_path: Path, monke
     assert server_app.place(from_flat({"out": str(tmp_path / "runs" / "y")})) == tmp_path / "runs" / "y"
     assert server_app.place(from_flat({})).parent == tmp_path / "runs"
     assert server_app.place(from_flat({"out": f"{tmp_path}/runs/../../z"})) == tmp_path / "runs" / "z"
+    assert server_app.place(from_flat({"out": str(tmp_path / "runs")})) == tmp_path / "runs" / "runs"
+    for out in ("/", "/tmp/x/.."):
+        with pytest.raises(BadRequest, match="ends in no name"):
+            server_app.place(from_flat({"out": out}))
 
 
 @pytest.mark.full

@@ -61,15 +61,15 @@ Columns: TypeAlias = Mapping[str, Floats]
 PACKAGES = ("fedapp", "flwr", "ray", "torch", "torchvision", "numpy", "pandas", "scikit-learn", "scipy")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: readers get the old one or the whole new one."""
-    with atomic(path, mode=0o644) as part:
+def write_text(path: Path, text: str, durable: bool = False) -> None:
+    """Write a file atomically: readers get the old one or the whole new one; `durable` as in `atomic`."""
+    with atomic(path, durable, mode=0o644) as part:
         part.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+def write_json(path: Path, value: Any, indent: int | None = 2, durable: bool = False) -> None:
     """Write JSON atomically; NaN becomes null."""
-    write_text(path, json.dumps(clean(value), indent=indent) + "\n")
+    write_text(path, json.dumps(clean(value), indent=indent) + "\n", durable)
 
 
 def clean(value: Any) -> Any:

@@ -113,7 +113,7 @@ class Node(BaseModel):
         "them (default: none); see [own models](own-models.md)",
     )
     allow_methods: Annotated[tuple[str, ...], BeforeValidator(_methods)] = Field(
-        (), description="methods that a run may use, with commas between them (default: all)"
+        (), description="methods, also as `base`, that a run may use, comma-separated (default: all)"
     )
     min_class_count: Count = Field(
         0,
@@ -271,19 +271,20 @@ class Node(BaseModel):
 
     def _check_replies(self, config: RunConfig) -> None:
         """Refuse a method, or settings of it, whose replies reveal more than the node-config allows."""
-        if self.allow_methods and config.federation.method not in self.allow_methods:
-            raise BadRequest(
-                f"the method '{config.federation.method}' is not among those that this node takes part in "
-                f"({', '.join(self.allow_methods)}): choose one of them, or its owner adds it to allow-methods in the "
-                "node-config"
-            )
+        method, hparams = config.method_and_hparams()
+        for kind, name in (("method", config.federation.method), ("base", getattr(hparams, "base", "none"))):
+            if self.allow_methods and name not in (*self.allow_methods, "none"):
+                raise BadRequest(
+                    f"the {kind} '{name}' is not among the methods that this node takes part in "
+                    f"({', '.join(self.allow_methods)}): choose one of them, or its owner adds it to allow-methods in "
+                    "the node-config"
+                )
         if self.dp and (config.mechanism is None or config.mechanism.unit != self.dp):
             raise BadRequest(
                 f"this node's owner asks for runs with differential privacy for the unit '{self.dp}' (dp in the "
                 f"node-config), and this one has dp = '{config.privacy.dp}': set dp = '{self.dp}'"
                 + (" or 'sgd'" if self.dp == "example" else "")
             )
-        method, hparams = config.method_and_hparams()
         threshold = method.class_threshold(hparams)
         if self.min_class_count <= 1 or threshold is None:
             return
