@@ -109,14 +109,12 @@ def place(config: RunConfig, *, confined: bool = True) -> Path:
     if not config.storage.out:
         return new_folder(Path(os.environ.get("FEDAPP_RUNS") or Path.home() / "fedapp-runs"), run_name(config))
     out = Path(config.storage.out)
-    if not out.is_absolute():
+    if not out.is_absolute() or out.name in ("", ".."):
         raise BadRequest(
-            f"out = '{config.storage.out}' must be an absolute path: a run-config travels to other processes"
+            f"out = '{out}' must be an absolute path that ends in a name: a run-config travels to other processes"
         )
     runs = os.environ.get("FEDAPP_RUNS") if confined else None
     if runs and Path(runs).resolve() not in out.resolve().parents:
-        if out.name in ("", ".."):
-            raise BadRequest(f"out = '{out}' ends in no name of a folder: give one")
         return Path(runs) / out.name
     return out
 
