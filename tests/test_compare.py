@@ -315,6 +315,22 @@ def test_a_broken_run_goes_on_and_others_are_left_out_by_name(
     assert list(pd.read_csv(out / "results.csv")["variant"]) == ["fedavg", "local"]
 
 
+def test_a_comparison_that_was_moved_goes_on(tmp_path: Path, no_page: list[Path], in_turn: list[str]) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    words = ("--methods", "local,fedavg", *SMALL, "--out")
+    assert command(*words, str(there)).exit_code == 0
+    whole, run = pd.read_csv(there / "runs/fedavg-s0/final.csv"), here / "runs/fedavg-s0"
+    there.rename(here)
+    (run / "summary.json").unlink()
+    *_, newest = sorted((run / "checkpoint").glob("*.safetensors"))
+    newest.unlink()  # it broke off half-way
+    in_turn.clear()
+    result = command(*words, str(here))
+    assert (result.exit_code, in_turn) == (0, ["fedavg-s0"]), result.output
+    unlike = whole.compare(pd.read_csv(run / "final.csv"))
+    assert all("seconds" in column for column in unlike.columns.get_level_values(0)) and not there.exists()
+
+
 def test_another_configuration_in_the_folder_stops_before_any_run(
     tmp_path: Path, no_page: list[Path], in_turn: list[str]
 ) -> None:
@@ -445,15 +461,18 @@ def test_a_page_that_cannot_be_made_is_told_and_changes_nothing(
         raise RuntimeError("no ink")
 
     monkeypatch.setattr(report, "write", broken)
+    (tmp_path / "report.html").touch()
     result = command("--methods", "local", *SMALL, "--out", str(tmp_path))
     assert result.exit_code == 0
     assert "no report.html: RuntimeError: no ink" in result.stderr
+    assert "  report " not in result.stdout, "no page of an earlier call is named"
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ("--seeds", "0"), ("--target", "90"), ("--workers", "0"), ("--reference", "fedprox"),
+        ("--reference", "fedavg,local"),
         ("--partitions", "iid", "--set", "partition=iid"), ("--datasets", "digits", "--dataset", "digits"),
     ],
 )  # fmt: skip
@@ -590,6 +609,15 @@ def test_no_number_is_cut_however_narrow_the_terminal_is(width: int) -> None:
         assert all(shown.count(f" {cell} ") == 1 for cell in cells)
     assert shown.count("Standalone") == shown.count("FedClassAvg (lam=10)") == shown.count("method")
     assert (shown.count("method") == 1) == (width == 200)
+
+
+def test_no_number_is_lost_next_to_a_long_name() -> None:
+    console = Screen(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    columns = {f"column {n}": [f"{n}0.1 ± 2.3", f"{n}0.2 ± 2.3"] for n in range(5)}
+    terminal.print_fitting(console, ["a" * 90, "b"], columns)
+    shown = str(console.file.getvalue())  # type: ignore[attr-defined]
+    assert all(shown.count(f" {cell} ") == 1 for cells in columns.values() for cell in cells)
+    assert max(map(len, shown.splitlines())) <= 80 and shown.count("a" * 20) >= 90 // 40
 
 
 def test_messages_on_a_terminal_break_between_words(

@@ -54,6 +54,22 @@ def test_every_point_of_the_grid_is_a_variant_of_the_methods_that_have_its_names
     assert len({v.folder for v in found}) == len(found)
 
 
+def test_a_name_of_one_method_goes_before_the_same_name_of_all() -> None:
+    variants = compare.parse_variants("fedprox,ditto")
+    for points in ("fedprox.lr=5;lr=0.1,1", "lr=0.1,1;fedprox.lr=5"):
+        found = compare.expand(variants, points)
+        assert [v.label for v in found] == ["fedprox(lr=5)", "ditto(lr=0.1)", "ditto(lr=1)"]
+
+
+def test_a_call_without_a_search_forgets_the_choice_of_an_earlier_one(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    values = {**BASE, "validation": 0.1, "num-server-rounds": 1}
+    compare.run(compare.Plan(values, "fedprox,local", 1, points="fedprox.mu=0.1,1"), tmp_path)
+    compare.run(compare.Plan(values, "fedprox(mu=0.1),fedprox(mu=1),local", 1), tmp_path)
+    assert [r.label for r in read_comparison(tmp_path).runs] == ["fedprox(mu=0.1)", "fedprox(mu=1)", "local"]
+
+
 def test_a_name_is_a_hyperparameter_before_it_is_a_key() -> None:
     """CCVR has an lr of its own, as in the brackets of --methods."""
     variants = compare.parse_variants("ccvr,fedavg")

@@ -59,7 +59,7 @@ from fedapp.results.directory import (
     removed_if_empty,
     short_path,
 )
-from fedapp.results.runs import AGAIN, Comparison, RunResult
+from fedapp.results.runs import AGAIN, GRID, Comparison, RunResult
 from fedapp.results.terminal import announce, echo
 from fedapp.tasks import identity
 from fedapp.tasks import simulated as tasks
@@ -139,7 +139,7 @@ def expand(variants: Sequence[Variant], text: str, option: str = "--grid") -> li
             key = own.removeprefix("config.").replace("_", "-")
             based = own.startswith("base.") and "base_args" in fields
             if based or own.replace("-", "_") in fields or key in OWN_SETTINGS:
-                mine[own] = values
+                mine[own] = axes.get(f"{variant.method}.{own}", values)
                 used.add(name)
         for point in grid.points(mine):
             args, settings = configuration.told_apart(option, variant.method, point)
@@ -309,7 +309,7 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
                 f"{out} holds a run of fedapp {made}, this is {__version__}: scores and defaults may mean something "
                 "else; give a new --out"
             )
-        now = {k: v for k, v in config.to_flat().items() if k != "track" and there[k] != v}
+        now = {k: v for k, v in config.to_flat().items() if k not in ("out", "track") and there[k] != v}
         if differing := "; ".join(f"{k} = {there[k]!r} there, {v!r} now" for k, v in now.items()):
             raise BadRequest(
                 f"{out} holds a run with another configuration ({differing}): give a new --out, or its settings"
@@ -520,7 +520,7 @@ def run(plan: Plan, out: Path | None, engine: str = "local", workers: int | None
     if reference is None:
         variants = with_standalone(values, variants, settings)
     alone = next((v for v in variants if v.method == "local"), variants[0])
-    first = parse_variants(reference)[0].label if reference else alone.label
+    first = ",".join(v.label for v in parse_variants(reference)) if reference else alone.label
     if first not in [v.label for v in variants]:
         raise BadRequest(f"--reference {reference}: not among {', '.join(v.label for v in variants)}")
     if plan.target is not None and not 0 < plan.target < 1:
@@ -557,6 +557,8 @@ def run(plan: Plan, out: Path | None, engine: str = "local", workers: int | None
                 failed = {name: why for name, why in failed.items() if name not in spoiled}
             again = repeats(tabled, out)
             failed |= execute([*(tabled if tune else ()), *again], engine, out, workers)
+        else:  # the choice of an earlier call would name the runs of this one
+            (out / GRID).unlink(missing_ok=True)
         finished = [job for job in tabled if job.result.ok]
         shared = tables.verify(finished)
         alerts = [*shared.lines[int(shared.ok) :], *differences(tabled, grid.parse(tune, TUNE))]
@@ -637,6 +639,7 @@ def _beforehand(values: Mapping[str, Any], jobs: Sequence[Job]) -> Iterator[str]
 
 def _report(out: Path, finished: Sequence[Job]) -> None:
     """Write `report.html`; a page that cannot be made does not undo the runs."""
+    (out / "report.html").unlink(missing_ok=True)  # of an earlier call
     if not finished:
         return
     try:

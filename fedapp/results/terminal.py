@@ -164,14 +164,15 @@ def print_fitting(
 
     Rich would cut the numbers of a table that is too wide.
     """
-    room = console.width - 1 - (max(map(len, (first, *names))) + EDGES)
+    width = min(max(map(len, (first, *names))), console.width // 2)
+    room = console.width - 1 - width - EDGES
     widths = {h: min(room - EDGES, max(map(len, (*h.split(), *cells)))) for h, cells in columns.items()}
     left = list(columns)
     while left:
         taken = itertools.accumulate(widths[head] + EDGES for head in left)
         count = max(1, sum(width <= room for width in taken))
         here, left = left[:count], left[count:]
-        shown = Table(Column(first, no_wrap=True))
+        shown = Table(Column(first, width=width, overflow="fold"))
         spare = room - sum(widths[head] + EDGES for head in here)
         for head in here:
             wider = max(0, min(len(head) - widths[head], spare))
