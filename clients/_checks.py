@@ -53,6 +53,13 @@ def check_training(client: Any) -> None:
         elif rows == 1:
             since = f", since validation holds out {held_out}" if held_out else ""
             _refuse_single(client, phase, f"it has one row to train on{since}", few)
+        trained = (p for m in models_of(phase) for n, p in m.named_parameters() if n.startswith(phase.prefixes))
+        if spec.local_epochs and not any(p.requires_grad for p in trained):
+            part = "head" if "head." in phase.prefixes else "body"
+            raise BadRequest(
+                f"{client.method.id} trains the {part} by itself, and here no {part} is trained: take another model "
+                "than identity, or freeze fewer layers, or choose a method that trains both together, such as fedavg"
+            )
         step_rates(spec, rate, spec.local_epochs * len(batch_slices(rows, spec.batch_size)))
 
 
@@ -64,15 +71,6 @@ def _refuse_single(client: Any, phase: Phase, what: str, remedy: str) -> None:
                 f"{what}, and BatchNorm in '{model.name}' needs two rows in a batch: "
                 f"{remedy}, or choose a model without BatchNorm"
             )
-
-
-def require_body(client: Any) -> None:
-    """Raise `BadRequest` if nothing of the body is trained; for methods that train it in a phase of its own."""
-    if not any(p.requires_grad for p in client.model.features.parameters()):
-        raise BadRequest(
-            f"{client.method.id} trains the body by itself, and here no body is trained: take another model than "
-            "identity, or freeze fewer layers, or choose a method that trains the head too, such as fedavg"
-        )
 
 
 def check_private(client: Any) -> None:

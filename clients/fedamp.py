@@ -70,6 +70,7 @@ class FedAMPClient(FedClient):
         self.mix = self.snapshot()
         if self.left is not None:
             selection.merge(self.model, self.left)
+            self.reference = selection.extract(self.model, self.up_names())
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return F_i(w) + lam / (2 alpha) ||w - u_i||^2 over trainable parameters."""

@@ -20,7 +20,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from clients._checks import require_body
 from clients.base import FedClient
 from fedapp.learning.training import Phase
 from fedapp.method import ALL, HEAD, BaseHParams
@@ -49,7 +48,6 @@ class FedBABUClient(FedClient):
 
     def phases(self) -> Sequence[Phase]:
         """Train the body; `freeze` must leave at least one of its layers to train."""
-        require_body(self)
         return [Phase(self.step_loss, self.training, BODY)]
 
     def tuning(self) -> Sequence[Phase]:

@@ -112,7 +112,7 @@ class FedClassAvgClient(FedClient):
     def step_loss(self, batch: Batch) -> Tensor:
         """Return L of one batch (Eq. 4)."""
         hparams, chosen = self.hparams, self.hparams.chosen
-        two = hparams.contrastive > 0 and self.num_views == 2
+        two = self.num_views == 2
         # (2B, d), all x', then all x'': in one pass, so that BatchNorm sees both views together.
         f = self.model.features(torch.cat(batch.views) if two else batch.x)
         # Eq. 4, L_CE: of the first view alone.
@@ -133,5 +133,6 @@ class FedClassAvgClient(FedClient):
 
     @property
     def num_views(self) -> int:
-        """Views of a batch: one where the body has no parameters, so that the contrastive term has no gradient."""
-        return 2 if any(True for _ in self.model.features.parameters()) else 1
+        """Views of a batch: one without a contrastive term, or where no body is trained, which alone it moves."""
+        two = self.hparams.contrastive > 0 and any(p.requires_grad for p in self.model.features.parameters())
+        return 2 if two else 1

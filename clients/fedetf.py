@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -101,12 +101,17 @@ class FedETFClient(FedClient):
 
     def tuning(self) -> Sequence[Phase]:
         """Train all but M on the local loss; then M and the projection in turn."""
-        p, spec, _ = self.hparams, self.training, self.prior
+        p, _ = self.hparams, self.prior
+        spec = self.training.replaced(lr_schedule_steps="")
+
+        def phase(loss: Callable[[Batch], Tensor], epochs: int, prefixes: tuple[str, ...], draws: str) -> Phase:
+            return Phase(loss, spec.replaced(local_epochs=epochs), prefixes, draws, rate=spec.lr)
+
         if not p.etf:
-            return [Phase(self.step_loss, spec.replaced(local_epochs=p.tune_epochs), ALL, "tune")]
+            return [phase(self.step_loss, p.tune_epochs, ALL, "tune")]
         self.model.etf.requires_grad_(True)  # of the copy
-        phases = [Phase(self.step_loss, spec.replaced(local_epochs=p.tune_epochs), (*ALL, SCALE), "tune")]
+        phases = [phase(self.step_loss, p.tune_epochs, (*ALL, SCALE), "tune")]
         for i in range(p.tune_cycles):
-            phases.append(Phase(self.plain_loss, spec.replaced(local_epochs=p.tune_etf), (ETF,), f"tune.etf.{i}"))
-            phases.append(Phase(self.plain_loss, spec.replaced(local_epochs=p.tune_projection), HEAD, f"tune.head.{i}"))
+            phases.append(phase(self.plain_loss, p.tune_etf, (ETF,), f"tune.etf.{i}"))
+            phases.append(phase(self.plain_loss, p.tune_projection, HEAD, f"tune.head.{i}"))
         return phases

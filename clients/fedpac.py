@@ -27,7 +27,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from clients._checks import require_body
 from clients.base import FedClient
 from clients.fedrep import BODY
 from fedapp.core import names
@@ -95,7 +94,6 @@ class FedPACClient(FedClient):
 
     def phases(self) -> Sequence[Phase]:
         """Return both phases; a newcomer trains its head alone, as in FedRep."""
-        require_body(self)
         spec, rate = self.training, self.hparams.head_rate
         head, faster = spec.replaced(local_epochs=self.hparams.head_epochs, lr=rate * spec.lr), rate * self.rate
         if self.newcomer:

@@ -22,6 +22,7 @@ from pydantic import Field
 
 from clients.base import FedClient
 from fedapp.core.distillation import divergence_to, soften
+from fedapp.core.names import RUNNING_STATISTICS
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning.evaluation import batched
@@ -164,7 +165,7 @@ class KTpFLClient(FedClient):
 class KTpFLWeightsClient(KTpFLClient):
     """'+weight': moves towards its own mixture of all clients' weights instead of distilling, then trains.
 
-    The mixture travels as one vector, `target` (D,), of the shared arrays in state-dict order.
+    The mixture travels as one vector, `target` (D,), of the shared arrays in state-dict order, without statistics.
     """
 
     def receive(self, payload: Payload) -> None:
@@ -181,7 +182,7 @@ class KTpFLWeightsClient(KTpFLClient):
         if self.target is None or not len(self.target):
             return
         state = self.model.state_dict()
-        names = self.up_names()
+        names = [name for name in self.up_names() if not name.endswith(RUNNING_STATISTICS)]
         mixed = dict(zip(names, torch.split(self.target, [state[n].numel() for n in names]), strict=True))
         with torch.no_grad():
             for name, p in self.model.named_parameters():

@@ -25,13 +25,11 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field, model_validator
 
+from fedapp.core.names import RUNNING_STATISTICS
 from fedapp.method import Array, Arrays, BaseHParams, ServerContext, ServerState
 from fedapp.reduce.spec import Reduced
 from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
-
-RUNNING_STATISTICS = (".running_mean", ".running_var")
-"""How PyTorch names the floating-point buffers of its normalisation layers."""
 
 
 class FedAvgMHParams(BaseHParams):

@@ -38,7 +38,7 @@ class FedYogiHParams(BaseHParams):
 
 
 class FedYogi(ServerOptimizer):
-    """Yogi on the server: steps that large changes lengthen at most to about eta."""
+    """Yogi on the server: steps that large changes lengthen at most to about twice eta."""
 
     moments = ("momentum", "variance")
 

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from clients.ktpfl import KTpFLClient, KTpFLHParams, KTpFLWeightsClient
 from fedapp.core.distillation import problem_of
+from fedapp.core.names import RUNNING_STATISTICS
 from fedapp.method import ALL, NONE, Array, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
 from strategies.base import Strategy
@@ -82,7 +83,7 @@ class KTpFL(Strategy):
         """Return equal coefficients 1/K and no predictions."""
         self.context = context
         k, facts = len(context.clients), context.clients[0].common
-        public = [int(facts["public-checksum"]), int(facts["public-images"])] if facts else None
+        public = [int(facts["public-checksum"]), int(facts["public-images"])] if "public-checksum" in facts else None
         return {"ids": list(context.ids()), "c": np.full((k, k), 1 / k), "soft": {}, "public": public}
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
@@ -165,8 +166,9 @@ class KTpFLWeights(KTpFL):
         return None
 
     def sent(self, reply: Reply) -> Array:
-        """Return the weights as one vector (D,), in state-dict order."""
-        return np.concatenate([reply.arrays[name].astype(np.float32).ravel() for name in self.context.initial])
+        """Return the weights as one vector (D,), in state-dict order, without statistics of BatchNorm."""
+        names = [name for name in self.context.initial if not name.endswith(RUNNING_STATISTICS)]
+        return np.concatenate([reply.arrays[name].astype(np.float32).ravel() for name in names])
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the mean weight of own models."""

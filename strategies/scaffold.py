@@ -22,7 +22,6 @@ from fedapp.core import names
 from fedapp.method import Array, Arrays, Method, Payload, ServerContext, ServerState, TrainDefaults
 from fedapp.reduce.spec import Mean, Reduced
 from strategies.base import Strategy
-from strategies.fedavgm import RUNNING_STATISTICS
 
 
 class Scaffold(Strategy):
@@ -31,7 +30,7 @@ class Scaffold(Strategy):
     def init(self, context: ServerContext) -> ServerState:
         """Return x, and c = 0."""
         state = super().init(context)
-        trained = {n: a for n, a in context.initial.items() if not n.endswith(RUNNING_STATISTICS)}
+        trained = {n: a for n, a in context.initial.items() if not n.endswith(names.RUNNING_STATISTICS)}
         return {**state, "control": {n: np.zeros_like(a) for n, a in trained.items()}, "clients": {}}
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
@@ -64,7 +63,7 @@ class Scaffold(Strategy):
     def step(self, x: Array, mean: Array, name: str) -> Array:
         """Return x + eta_g (mean - x); the mean itself, bit for bit, where eta_g is 1, and of running statistics."""
         eta: float = self.hparams.server_lr
-        return mean if eta == 1 or name.endswith(RUNNING_STATISTICS) else (1 - eta) * x + eta * mean
+        return mean if eta == 1 or name.endswith(names.RUNNING_STATISTICS) else (1 - eta) * x + eta * mean
 
 
 def _model_and_changes(context: ServerContext, state: ServerState) -> Arrays:

@@ -256,7 +256,7 @@ def test_training_may_start_from_the_own_model(tmp_path) -> None:
     for start, expected in (("own", own), ("mix", mix.arrays)):
         client = FedAMPClient(still, METHOD, hparams_of(start=start), store)
         arrays, _, metrics = client.train_round(mix, 2)
-        assert equal(arrays, expected)
+        assert equal(arrays, expected) and equal(client.reference, expected), "its change is of length zero"
         assert metrics["received-loss-sum"] == pytest.approx(40 * np.log(10), rel=1e-5), "a model of zeros"
         store.folder.joinpath("ab.000002.safetensors").unlink()
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from clients._checks import check_training
 from clients.base import FedClient
 from clients.fedbabu import FedBABUClient, FedBABUHParams
-from fedapp import load
+from fedapp import load, registry
 from fedapp.cli import app
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest, counted
@@ -186,12 +186,14 @@ def test_a_fine_tuning_that_diverges_costs_its_own_score_alone(
         load(result.out, client=1, point="tuned")
 
 
-def test_a_body_that_is_frozen_as_a_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FedBABUClient.build_model(TASK.spec(0), FedBABUHParams())
+@pytest.mark.parametrize("text", ["fedbabu", "fedpac", "fedrep", "pfedfda", "fednh train_scale=false"])
+def test_a_body_that_is_frozen_as_a_whole_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, hparams = registry.configured(*text.partition(" ")[::2])
+    model = method.client.build_model(TASK.spec(0), hparams)
     model.features.requires_grad_(False)
     monkeypatch.setattr("clients.base.skeleton", lambda *_: model)
     with pytest.raises(BadRequest, match="freeze fewer layers"):
-        check_training(client())
+        check_training(method.client(TASK, method, hparams))
 
 
 @pytest.mark.usefixtures("no_figures")

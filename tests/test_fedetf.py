@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -110,10 +111,12 @@ def test_absent_classes_and_the_scale_at_the_start() -> None:
 
 
 def test_fine_tuning_frees_the_simplex_of_a_copy_and_takes_turns() -> None:
-    made = client(tune_cycles=1)
+    scheduled = TASK.train.replaced(lr=0.1, lr_schedule_steps="OneCycleLR max_lr=1")
+    made = client(dataclasses.replace(TASK, train=scheduled, rates=(0.1, 0.01, 0.001)), tune_cycles=1)
     payload = Payload(common=shared())
     made.evaluate_round(payload, 3, train=True)
     phases = made.tuning()
+    assert made.rate == 0.001 and all(p.rate == 0.1 and not p.spec.lr_schedule_steps for p in phases)
     assert [p.prefixes for p in phases] == [("features.", "head.", "scale"), ("etf",), ("head.",)]
     assert len({p.draws for p in phases}) == 3 and [p.loss == made.step_loss for p in phases] == [True, False, False]
     made = client(tune_cycles=1)

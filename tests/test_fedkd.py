@@ -26,7 +26,7 @@ from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from strategies.fedkd import METHOD, FedKD, _shapes, energy
-from tests.handmade import clipped_by_hand, refusal
+from tests.handmade import clipped_by_hand, equal, refusal
 
 Z_L = torch.tensor([[2, 0.5, -1], [0.3, 0.2, 0.1]])
 Z_M = torch.tensor([[1.0, 1, 0], [-0.5, 0.8, 0.4]])
@@ -205,6 +205,17 @@ def test_the_hidden_map_is_drawn_as_a_linear_layers_weights_are(tmp_path: Path) 
         made.hidden_map += 1
     assert not np.array_equal(made.own["hidden_map"], made.hidden_map.detach()), "what is kept is a copy"
     np.testing.assert_allclose(kept["small/head.bias"], -1, atol=1e-6)
+
+
+def test_an_update_that_comes_twice_counts_once(tmp_path: Path) -> None:
+    """After a round that did not count the server sends the same update again."""
+    server, state = strategy()
+    made = client(0, tmp_path)
+    state = server.aggregate(state, 1, iter([train(made, server.send(state, 1, 0), 1)]))
+    payload = server.send(state, 2, 0)
+    assert not payload.scalars["whole"]
+    once = dict(made.received_small(payload))
+    assert equal(once, made.received_small(payload)) and int(made.own["version"]) == payload.scalars["version"]
 
 
 def test_a_client_without_the_base_says_so(tmp_path: Path) -> None:

@@ -548,6 +548,23 @@ def test_weights_are_mixed_by_coefficients_that_move_as_those_of_predictions_do(
     assert server.report(state, {})["self_coefficient"] == pytest.approx(np.diag(c).mean())
 
 
+def test_statistics_of_batch_norm_do_not_decide_who_learns_from_whom() -> None:
+    rng = np.random.default_rng(2)
+    models = [random_model(rng, 0.3) | {"features.1.running_var": np.full(3, k, np.float32)} for k in range(4)]
+    found = []
+    for given in (models, [{n: a for n, a in m.items() if "running" not in n} for m in models]):
+        server = BY_WEIGHT.strategy(BY_WEIGHT, WEIGHTS)
+        state = server.init(context(given[0], 4))
+        found.append(server.aggregate(state, 1, iter([Reply(k, 5, m, {}) for k, m in enumerate(given)]))["c"])
+    np.testing.assert_array_equal(*found)
+
+
+def test_by_weight_other_facts_of_clients_are_not_those_of_a_public_set() -> None:
+    known = context(random_model(np.random.default_rng(0), 0.3), 2)
+    known = replace(known, clients=tuple(replace(c, common={"body": "a"}) for c in known.clients))
+    assert BY_WEIGHT.strategy(BY_WEIGHT, WEIGHTS).init(known)["public"] is None
+
+
 def test_a_client_steps_towards_its_mixture_and_then_trains() -> None:
     for steps in (0, 1, 3):
         task = full_batch(one_batch_task(model="digits-a"), steps=2, lr=0.1)

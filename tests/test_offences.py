@@ -259,14 +259,17 @@ def test_a_void_round_leaves_the_model_and_two_in_a_row_end_the_run(
     assert checkpoint.latest(tmp_path / "two" / "checkpoint")[0] == 3  # type: ignore[index]
 
 
-def test_a_model_that_one_client_spoiled_is_taken_back(tmp_path: Path) -> None:
+def test_a_model_that_one_client_spoiled_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Client 0 sends what passes and what no other client can train on: the median takes its place."""
 
     def lie(stage: str, reply: Message) -> Message:
         return change_arrays(reply, lambda n, a: np.full_like(a, 9e3)) if stage == "train" else reply
 
     settings = {**FEW, "method": "fedavg", "lr": 0.05}
-    run = federate(tmp_path / "run", [0], lie, 4, rounds=3, **settings)
+    with monkeypatch.context() as patch:
+        use_strategy(Wild, patch)
+        run = federate(tmp_path / "run", [0], lie, 4, rounds=3, **settings)
+    assert checkpoint.load(run.out / "checkpoint", 3)[1]["noted"].tolist() == [1, 2, 3]
     assert run.summary["ok"] and list(run.rounds["round"]) == [1, 2, 3]
     assert "spoiled the model and is taken back" in run.summary["warnings"][0]
     assert largest(state_after(run)) < 10 and "blocked" not in run.summary

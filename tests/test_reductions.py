@@ -52,7 +52,7 @@ REDUCTIONS: list[tuple[str, str, str, int, str, dict[str, Any]]] = [
     ("fedrep phases=joint", "fedper", "", 1, "", UNSEEN),
     ("fedrep phases=joint start=own", "fedper start=own", "", 0, "", UNSEEN),
     ("fedpac lam=0 combine=own", "fedrep head_epochs=1", "lam=0", 2, SCORES, UNSEEN),
-    ("fedclassavg contrastive=0 rho=0", "lgfedavg", "contrastive=0", 1, "", {**HALF, **MIXED, "augment": "none"}),
+    ("fedclassavg contrastive=0 rho=0", "lgfedavg", "contrastive=0", 1, "", {**HALF, **MIXED, "augment": "weak"}),
     ("fedproto lam=0", "local", "", 2, SCORES, MIXED),
     ("fedproto lam=0 collect=train average=count down=all", "local", "", 0, SCORES, MIXED),
     ("fedtgp lam=0 server_epochs=2", "local", "server_epochs=2", 2, SCORES, MIXED),

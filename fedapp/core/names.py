@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from fedapp.method import Array, Arrays, Payload
 
+RUNNING_STATISTICS = (".running_mean", ".running_var")
+"""How PyTorch names the floating-point buffers of its normalisation layers."""
+
 
 def matches(name: str, prefixes: Iterable[str]) -> bool:
     """Return whether `name` is under one of `prefixes` (whole dotted components: `head.` never matches `header.x`)."""

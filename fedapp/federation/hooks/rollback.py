@@ -16,7 +16,7 @@ from fedapp.errors import counted
 from fedapp.federation.hook import Hook, Setup
 from fedapp.federation.participants import Outcome, Progress, stored
 from fedapp.learning.state import StateError
-from fedapp.method import Reply
+from fedapp.method import Reply, ServerState
 from fedapp.transport import checkpoint
 from fedapp.transport.traffic import Exchange, RoundFailed, Spoiled
 
@@ -89,7 +89,11 @@ class Rollback(Hook):
         self.say(error, to, self.bound())
         self.run.cohort.rewind(to, server_round)
         self.run.cohort.pending += error.dropped
-        return dataclasses.replace(to, clients=self.run.cohort.clients)
+        return dataclasses.replace(to, state=self.with_records(to, at), clients=self.run.cohort.clients)
+
+    def with_records(self, to: Progress, at: Progress) -> ServerState:
+        """Return the state of `to` with the records of `at`: these have an entry for each round."""
+        return {**to.state, **{name: at.state[name] for name in self.run.cohort.strategy.records if name in at.state}}
 
     def replies(self, exchange: Exchange, at: Progress, replies: Iterator[Reply]) -> Iterator[Reply]:
         """Bound changes by the median client's if no vote is possible; a secure sum is one reply."""
@@ -124,7 +128,7 @@ class Rollback(Hook):
         self.run.cohort.rewind(self.before, at.round + 1)
         self.say(error, self.before, "the one before it is scored")
         self.run.cohort.pending = list(error.dropped)
-        return Progress(at.round, self.before.state)
+        return Progress(at.round, self.with_records(self.before, at))
 
     def say(self, error: Spoiled, to: Progress, how: str) -> None:
         """Warn that the last update, or all of them, are taken back."""
