@@ -56,10 +56,7 @@ class Entry:
         ------
         BadRequest : it cannot be imported, or may not be; one line that names the package.
         """
-        try:
-            return imported(self.target, str(self))
-        except SystemExit as e:  # a module that ends the process when it is imported must not end this one
-            raise BadRequest(f"{self} cannot be imported (SystemExit: {e})") from e
+        return imported(self.target, str(self))
 
 
 def well_formed(target: str) -> bool:
@@ -204,7 +201,7 @@ def imported(target: str, what: str) -> Any:
     module, _, attribute = target.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # a script ends the process when it is imported
         raise BadRequest(
             f"{what} cannot be imported ({raised(e)}): check the name, and install the package or put its folder on "
             "PYTHONPATH"

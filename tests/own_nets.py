@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 
 import torch
@@ -159,6 +160,18 @@ class Random(Net):
     def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
         super().__init__(num_classes, input_shape)
         nn.init.normal_(self.fc1.weight, generator=torch.Generator().manual_seed(torch.seed()))
+
+
+class Locked(Net):
+    """It holds what cannot be copied."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
+        super().__init__(num_classes, input_shape)
+        self.lock = threading.Lock()
+
+
+def leaves() -> nn.Module:
+    raise SystemExit(3)
 
 
 def seven() -> nn.Module:

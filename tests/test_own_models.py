@@ -154,6 +154,8 @@ WRONG: list[tuple[str, str]] = [
     ("Nett", "cannot be imported .*PYTHONPATH"),
     ("Series", r"cannot be built: AssertionError.* \(.*own_nets\.py, line [0-9]+, in "),
     ("OldNorm", "cannot be copied.*take weight_norm from torch.nn.utils.parametrizations"),
+    ("Locked", "cannot be copied.*cannot pickle '_thread.lock' object"),
+    ("leaves", "cannot be built: SystemExit: 3"),
 ]
 
 
@@ -330,6 +332,13 @@ def test_allowed_code_does_not_come_from_the_working_or_the_data_folder(
     Node.parse({"client-id": 0, "data-path": "/d", "allow": "pack.*"}).check(
         from_flat({"model": "pack:net", "method": "fedavg"})
     )
+
+
+def test_a_module_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--odd'])\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(BadRequest, match=r"cannot be imported \(SystemExit: 2"):
+        own.factory("script:net")
 
 
 def test_only_what_is_allowed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

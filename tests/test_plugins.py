@@ -181,6 +181,8 @@ def test_the_names_of_fedapp_cannot_be_taken(key: str, name: str, install: Insta
         ("return 3", r"cannot be read \(TypeError.*it returns a dict of columns"),
         ("raise OSError('no disk')", r"addon 1\.2 cannot be read \(OSError: no disk \(.*, line [0-9]+, in "),
         ("return {'x': [[1.0]]}", "the data set 'site' of the package addon 1.2"),
+        ("return {'x': [[1, 2], [3]], 'y': [0, 1]}", r"addon 1\.2 cannot be read \(ValueError"),
+        ("raise SystemExit(3)", r"addon 1\.2 cannot be read \(SystemExit: 3"),
     ],
 )
 def test_a_wrong_data_set_is_refused(body: str, said: str, install: Install) -> None:

@@ -116,8 +116,8 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path, monkeypatch: pytest.Monke
         torch.save(content, tmp_path / "evil.pt")
         with pytest.raises(BadRequest, match=r"cannot be read .*state_dict"):
             built(str(tmp_path / "evil.pt"))
-    for name in ("torn.pt", "torn.safetensors"):
-        (tmp_path / name).write_bytes(b"no weights")
+    for name, content in (("torn.pt", b"no weights"), ("torn.safetensors", b"no weights"), ("a.pt", b"\x80\x02.")):
+        (tmp_path / name).write_bytes(content)
         with pytest.raises(BadRequest, match="cannot be read"):
             built(str(tmp_path / name))
     with pytest.raises(BadRequest, match=r"is not a file: give a \.safetensors"):

@@ -298,7 +298,7 @@ def _made(source: str, file: Path) -> nn.Module:
         net = plugins.imported(source, f"the body '{source}'")()
     except BadRequest:
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise BadRequest(f"the body '{source}' cannot be built ({raised(e)}): it is called without arguments") from e
     if not isinstance(net, nn.Module):
         raise BadRequest(f"the body '{source}' returns {type(net).__name__}: return an nn.Module without its head")

@@ -145,7 +145,7 @@ def _made(name: str, num_classes: int, shape: tuple[int, ...], settings: ModelSe
     arguments |= {n: plain_value(v) for n, v in written.items()}
     try:
         net = make(**arguments)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         called = ", ".join(f"{n}={v!r}" for n, v in arguments.items())
         raise BadRequest(
             f"model '{name}' cannot be built: {raised(e)}. It was called with ({called}); it takes "
@@ -332,10 +332,10 @@ def check(name: str, x: Tensor, *, num_classes: int, settings: ModelSettings) ->
         raise BadRequest(f"model '{name}' gets other initial values at each call: draw them with PyTorch alone")
     try:
         tried = copy.deepcopy(first)
-    except RuntimeError as e:
+    except Exception as e:
         raise BadRequest(
             f"model '{name}' cannot be copied, and every client works on a copy ({' '.join(str(e).split())[:160]}): "
-            "take weight_norm from torch.nn.utils.parametrizations, not from torch.nn.utils"
+            "hold no lock or file, and take weight_norm from torch.nn.utils.parametrizations, not from torch.nn.utils"
         ) from e
     with seeded(0):
         _backward(name, tried, x, num_classes)
