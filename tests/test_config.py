@@ -197,6 +197,9 @@ DATA_BAD: list[tuple[dict[str, Any], str]] = [
     ({"dataset": "mnist", "data-dir": "EMPTY"}, "mnist.npz"),
     ({"dataset": "npz", "data-dir": "MISSING"}, "MISSING"),
     ({"dataset": "npz", "data-dir": "OWN", "clients": 20}, "client"),
+    ({"dataset": "npz", "data-dir": "OWN", "columns": "y=label"}, "columns is for dataset = csv or parquet or hf"),
+    ({"dataset": "npz", "data-dir": "OWN", "image-size": 9}, "image-size is for dataset = folder or hf"),
+    ({"dataset": "csv", "data-dir": "OWN", "layout": "clients"}, "layout is for dataset = folder"),
 ]
 
 

@@ -317,6 +317,10 @@ def check_simulation(config: RunConfig) -> None:
         raise BadRequest(
             "class-names is for nodes with their own data (--engine deploy): leave it out, the data set has names"
         )
+    takes = {"columns": ("csv", "parquet", "hf"), "image-size": ("folder", "hf"), "layout": ("folder",)}
+    for key in changed(config, *takes):
+        if data.dataset not in takes[key]:
+            raise BadRequest(f"{key} is for dataset = {' or '.join(takes[key])}, not {data.dataset}: leave it out")
     if data.dataset in OWN and not data.data_dir:
         raise BadRequest(f"dataset = '{data.dataset}' needs data-dir: give the path of your data")
     for name in config.evaluation.further_metrics:
