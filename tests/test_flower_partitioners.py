@@ -100,6 +100,10 @@ def test_natural_owners_and_features_can_be_partitioned_by() -> None:
     strict = dealt("ContinuousPartitioner", "strictness=1 partition_by=height").clients
     tops = [TOY.x_train[c.train, 1].max() for c in strict]
     assert tops == sorted(tops) and tops[0] <= TOY.x_train[strict[1].train, 1].min()
+    values = np.random.default_rng(0).integers(0, 3, 30) + 100  # a feature may be called row
+    given = {"partition_by": "row"}
+    parts = flower.partition("flwr:NaturalIdPartitioner", given, 0, {"row": values}, np.random.default_rng(0))
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(30)) and len(parts) == 3
 
 
 @pytest.mark.parametrize(

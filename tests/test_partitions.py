@@ -24,6 +24,7 @@ from fedapp.data.label_skew import (
 from fedapp.data.partitions import DRAWN, SPLITS, Partition, union_test
 from fedapp.errors import BadRequest
 from tests.handmade import partitioned
+from tests.test_hostile_files import encrypted
 
 
 def toy(train_sizes, test_sizes=None, *, shuffle_seed=0) -> Dataset:
@@ -483,6 +484,12 @@ def test_changed_partition_is_refused(tmp_path, dealt):
         Partition.load(path)
     with pytest.raises(BadRequest, match="cannot read"):
         Partition.load(tmp_path / "absent.npz")
+    np.savez(path, **{**arrays, "header": np.array("[]")})
+    with pytest.raises(BadRequest, match="cannot read"):
+        Partition.load(path)
+    encrypted(path)
+    with pytest.raises(BadRequest, match="cannot read"):
+        Partition.load(path)
 
 
 def test_partition_of_other_data_is_refused(dealt):

@@ -140,9 +140,10 @@ def partition(
         warnings.simplefilter("ignore", FutureWarning)
         try:
             partitioner = cls(**chosen)
-            partitioner.dataset = datasets.Dataset.from_dict({by: np.asarray(columns[by])[rows], "row": rows})
+            row = f"row of {by}"  # another name than `by`
+            partitioner.dataset = datasets.Dataset.from_dict({by: np.asarray(columns[by])[rows], row: rows})
             count = int(partitioner.num_partitions)
-            parts = [partitioner.load_partition(client)["row"][:] for client in range(count)]
+            parts = [partitioner.load_partition(client)[row][:] for client in range(count)]
         except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise BadRequest(f"{partition} cannot deal these data ({why}): change partition-args or clients") from error

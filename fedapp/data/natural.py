@@ -118,7 +118,7 @@ def from_file(dataset: Dataset, path: Path) -> Partition:
         found = _File.model_validate(json.loads(text)) if path.suffix == ".json" else _from_csv(path, text)
     except ValidationError as error:
         raise BadRequest(f"partition-file {path}: {faults(error)[0]}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise BadRequest(f"partition-file {path} cannot be read ({error})") from error
     members = []
     total = dataset.num_train + dataset.num_test
@@ -127,11 +127,11 @@ def from_file(dataset: Dataset, path: Path) -> Partition:
         who = f"partition-file {path}: client {client.name or number}"
         if not client.train:
             raise BadRequest(f"{who} has no training rows")
-        rows = {part: np.array(getattr(client, part), np.int64) for part in PARTS}
+        listed = {part: getattr(client, part) for part in PARTS}
+        if wrong := [row for part in PARTS for row in listed[part] if not 0 <= row < total]:
+            raise BadRequest(f"{who} has row {wrong[0]}, but {dataset.name} has rows 0 .. {total - 1}")
+        rows = {part: np.array(listed[part], np.int64) for part in PARTS}
         every = np.concatenate(list(rows.values()))
-        if every.min() < 0 or every.max() >= total:
-            wrong = every.min() if every.min() < 0 else every.max()
-            raise BadRequest(f"{who} has row {wrong}, but {dataset.name} has rows 0 .. {total - 1}")
         values, counts = np.unique(every, return_counts=True)
         if counts.max() > 1:
             raise BadRequest(f"{who} has row {values[counts.argmax()]} twice")
@@ -161,6 +161,8 @@ def _from_csv(path: Path, text: str) -> _File:
         raise ValueError(f"its columns are {', '.join(reader.fieldnames or ()) or 'none'}, not row, client and split")
     clients: dict[str, dict[str, Any]] = {}
     for line in reader:
+        if None in line or None in line.values():
+            raise ValueError(f"line {reader.line_num} has not 3 cells")
         part = line["split"]
         if part not in PARTS:
             raise ValueError(f"line {reader.line_num}: split '{part}', not {', '.join(PARTS)}")

@@ -40,10 +40,9 @@ itself is cut first, 75/25 per class, and clients draw from the two parts.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import warnings
-import zipfile
-import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -167,8 +166,8 @@ class Partition:
             names = tuple(map(str, header.get("names", ())))
             if names and len(names) != len(clients):
                 raise ValueError("names and clients disagree")
-            partition = cls(header["kind"], header["split"], clients, header["hash"], header["settings"], names)
-        except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+            partition = cls(header["kind"], header["split"], clients, header["hash"], dict(header["settings"]), names)
+        except Exception as error:  # a damaged file raises errors of its readers
             raise BadRequest(f"cannot read the partition {path} ({error}): make it again") from error
         if _hash(clients) != partition.hash:
             raise BadRequest(f"the partition {path} was changed: its indices do not match its hash. Make it again")
@@ -352,24 +351,28 @@ def cut(
 ) -> tuple[Int64, Int64]:
     """Cut one client's rows for training and testing: class by class, and without parting a group.
 
-    Whole groups go to the test split by scikit-learn's StratifiedGroupKFold, first fold of about 1 / test_share, so the
-    share is met as well as the groups allow. A client with one group keeps it for training.
+    Whole groups go to the test split by scikit-learn's StratifiedGroupKFold: as many of its first folds as meet the
+    share best. A client with one group, or with no two rows of a class, keeps all for training.
     """
     if groups is None:
         return _stratified(rows, labels, rng, test_share)
     own, seed = groups[rows], int(rng.integers(2**31))
-    folds = min(len(np.unique(own)), max(2, round(1 / test_share)))
-    if folds < 2:
+    limit = min(len(np.unique(own)), int(np.bincount(labels[rows], minlength=1).max()))
+    if limit < 2:
         return rows, rows[:0]
+    # One fold if no other number of up to ten folds is nearer.
+    numbers = [min(limit, max(2, round(1 / test_share))), *range(2, min(limit, 10) + 1)]
+    pairs = [(n, min(n - 1, max(1, round(n * test_share)))) for n in numbers]
+    folds, tested = min(pairs, key=lambda pair: round(abs(pair[1] / pair[0] - test_share), 9))
     # Importing scikit-learn takes a second; most partitions do not need it.
     from sklearn.model_selection import StratifiedGroupKFold
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a class with fewer groups than folds is cut as well as it goes
-        most = int(np.bincount(labels[rows]).max())
-        splitter = StratifiedGroupKFold(min(folds, most), shuffle=True, random_state=seed)
-        train, test = next(iter(splitter.split(np.zeros(len(rows)), labels[rows], own)))
-    return rows[train], rows[test]
+        splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
+        cuts = itertools.islice(splitter.split(np.zeros(len(rows)), labels[rows], own), tested)
+        test = np.sort(np.concatenate([fold for _, fold in cuts]))
+    return np.delete(rows, test), rows[test]
 
 
 def _stratified(
