@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -538,6 +539,9 @@ def test_size_of_pictures(shapes, size):
         (lambda root: save(root / "train" / "9.png", flat(8, 1)), "9.png is in no folder of a class"),
         (lambda root: (root / "train" / "a" / "7.png").symlink_to("gone"), "7.png is a link to a file that is not"),
         (lambda root: (root / "train").rename(root / "Train"), "Train: a part of the data is called train: rename it"),
+        (lambda root: (root / "train").rename(root / "test"), "no pictures for training"),
+        (lambda root: (root / "train" / "c").symlink_to("gone"), "c is a link to nothing: repair or remove it"),
+        (lambda root: (root / "test").symlink_to("test"), "test is a link to nothing: repair or remove it"),
         (lambda root: (root / os.fsdecode(b"train/c\xe9")).mkdir(), "its name is not UTF-8: rename it"),
         (lambda root: save(root / "train" / "a" / "9.png", np.full((8, 8), 999, np.uint16)), "more than 8 bits"),
     ],
@@ -602,6 +606,9 @@ def test_folders_of_clients(tmp_path):
     assert (data.num_train, data.num_test) == (20, 4)
     labels = data.pool_labels[: data.num_train].tolist()
     assert labels == [int(g % 100 >= 40) for g in grey[: data.num_train]]
+    for part in ("train", "validation"):
+        shutil.rmtree(tmp_path / "9" / part)
+    assert np.bincount(load("folder", tmp_path).owners, minlength=2).tolist() == [2, 12], "with test pictures alone"
 
 
 def test_the_layout_is_decided_by_the_levels_or_given(tmp_path):
@@ -645,6 +652,24 @@ def test_colours_of_sixteen_bits_are_refused_everywhere(tmp_path, form):
         predict.read_images([path], InputSpec((3, 4, 4), 255.0, (0.5,) * 3, (0.5,) * 3))
     with pytest.raises(ValueError, match=told):  # as a data set of Hugging Face checks them
         pictures.check_format(io.BytesIO(deep(form)))
+
+
+def test_a_damaged_exif_tag_is_named_or_left_out(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "hello"
+    for name in ("a", "b"):
+        save(tmp_path / "all" / name / "0.png", flat(16, 1))
+    path = tmp_path / "all" / "a" / "1.jpg"
+    save(path, flat(16, 1), exif=exif)
+    content = bytearray(path.read_bytes())
+    assert content[41] == 14
+    content[41] = 62
+    path.write_bytes(content)
+    with pytest.raises(BadRequest, match=r"cannot read the picture .*1\.jpg"):
+        load("folder", tmp_path / "all")
+    assert load("folder", tmp_path / "all", DataSettings(skip_bad=True)).skipped == ("a/1.jpg",)
+    with pytest.raises(BadRequest, match=r"1\.jpg"):
+        predict.read_images([path], InputSpec((3, 4, 4), 255.0, (0.5,) * 3, (0.5,) * 3))
 
 
 def test_a_bitmap_of_sixteen_bits_per_pixel_has_fewer_per_channel(tmp_path):

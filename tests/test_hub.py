@@ -80,6 +80,9 @@ def test_parts_are_the_split(tmp_path: Path) -> None:
     assert data.held_out is not None and data.held_out.tolist() == [False] * 12 + [True] * 12
     with pytest.raises(BadRequest, match="a split 'tests', did you mean 'test'"):
         loaded(tmp_path / "odd", DatasetDict({"tests": made(content(), "signal")}))
+    for part in ("test", "validation"):
+        with pytest.raises(BadRequest, match=f"'split' has no row 'train', but {part}: write"):
+            loaded(tmp_path / part, DatasetDict({part: made(content(), "age")}))
 
 
 def test_pictures_are_equal_and_brought_to_a_size(tmp_path: Path) -> None:
@@ -221,6 +224,9 @@ def test_a_folder_of_pictures_with_a_table_of_clients(tmp_path: Path) -> None:
     data = load("hf", tmp_path, DataSettings(columns="client=person"))
     assert np.array_equal(data.x_train[..., 0], grey) and data.classes == ("a", "b")
     assert data.owners is not None and data.owners.tolist() == [0, 1, 0, 1]
+    (tmp_path / "test").symlink_to("gone")
+    with pytest.raises(BadRequest, match="test is a link to nothing"):
+        load("hf", tmp_path, DataSettings(columns="client=person"))
 
 
 def alone(place: Path, kind: Any, rows: list[Any], **options: Any) -> Dataset:
@@ -277,6 +283,23 @@ def test_splits_of_different_types_are_named(name: str, kind: Any, other: Any, t
     told = re.escape(f"the column '{name}' is {kind} in the split train and {other} in test: give it one type")
     with pytest.raises(BadRequest, match=told):
         loaded(tmp_path / "ds", parts)
+
+
+def test_splits_are_compared_with_one_another(tmp_path: Path) -> None:
+    data = made(content(), "age", "eyes")
+    parts = DatasetDict(train=data.remove_columns("eyes"), validation=data, test=data.remove_columns("eyes"))
+    parts["test"] = parts["test"].add_column("eyes", [1] * 12)
+    with pytest.raises(BadRequest, match=r"'eyes' is .*string.* in the split validation and .*int64.* in test"):
+        loaded(tmp_path / "ds", parts)
+
+
+@pytest.mark.parametrize("names", [["1.0", "2.0"], ["0.5", "1.5"], ["cat ", " dog"]])
+@pytest.mark.parametrize("x", ["age", "pair"])
+def test_names_of_classes_stay_as_given(x: str, names: list[str], tmp_path: Path) -> None:
+    data = made(content(), x).cast_column("activity", Value("int64"))
+    data = data.map(lambda row: {"activity": row["activity"] % 2}).cast_column("activity", ClassLabel(names=names))
+    found = loaded(tmp_path / "ds", data)
+    assert found.classes == tuple(names) and found.y_train.tolist() == [c % 2 for c in content()["activity"]]
 
 
 def test_two_forms_of_one_name_are_one_column_too_many(tmp_path: Path) -> None:

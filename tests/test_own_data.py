@@ -175,6 +175,8 @@ NAN[2, 1, 3] = np.nan
         ({"x": X, "y": Y, "split": np.repeat(["train", "tset"], 3)}, "split has 'tset', did you mean 'test'"),
         ({"x": X, "y": Y, "split": np.repeat("test", 6)}, "split has no training rows"),
         ({"x": X, "y": Y, "client": np.array(["a", "", "b", " ", "c", "d"])}, r"row 1 has no client \(2 in all\)"),
+        ({"x": X, "y": np.array(["a", "", "b", " ", "a", "b"])}, r"row 1 has no y \(2 in all\)"),
+        ({"x": X, "y": Y, "class_names": np.array(["a", " ", "b"])}, "3 class_names for 3 classes: give each"),
         (
             {"x": X, "y": Y, "split": np.repeat(["train", "test"], 3), "group": np.array([1, 2, 7, 7, 4, 5])},
             r"group '7' has rows in train and in test \(1 groups in all\)",
@@ -195,6 +197,9 @@ def test_python_objects_are_refused_with_the_way_out(tmp_path: Path) -> None:
 
 def test_other_arrays_are_ignored_and_named(tmp_path: Path) -> None:
     assert loaded(tmp_path, {"x": X, "y": Y, "weather": Y, "channel_names": X}).ignored == ("channel_names", "weather")
+    folder = saved(tmp_path / "all" / "a.npz", {"x": X, "y": Y, "weather": Y}).parent
+    saved(folder / "b.npz", {"x": X, "y": Y, "age": Y})
+    assert datasets.load("npz", folder).ignored == ("age", "weather")
 
 
 def test_images_of_bytes_are_kept_as_they_are() -> None:
@@ -234,6 +239,57 @@ def test_all_broken_files_are_named_or_left_out(tmp_path: Path) -> None:
         datasets.load("npz", tmp_path, DataSettings(skip_bad=True))
 
 
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+def test_a_client_without_rows_is_named_or_left_out(kind: str, tmp_path: Path) -> None:
+    for name, rows in (("ada", 6), ("bob", 0), ("cleo", 6)):
+        saved(tmp_path / f"{name}.npz", {"x": X[:rows], "y": Y[:rows]})
+        pd.DataFrame({"f": X[:rows, 0], "y": Y[:rows]}).to_csv(tmp_path / f"{name}.csv", index=False)
+    with pytest.raises(BadRequest, match=rf"1 of 3 files .*bob\.{kind}:? .*has no rows"):
+        datasets.load(kind, tmp_path)
+    data = datasets.load(kind, tmp_path, DataSettings(skip_bad=True))
+    assert (data.owner_names, data.skipped) == (("ada", "cleo"), (f"bob.{kind}",))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (("a.csv", "a.CSV"), "a.CSV and a.csv have one name: rename one"),
+        (("train/a.csv", "train/a.CSV"), "have one name"),
+        (("a.csv", "sub/b.csv"), "sub would not be read: move it away"),
+        (("train/a.csv", "more/b.csv"), "more would not be read: move it away"),
+        (("train/a.csv", "train/test/b.csv"), "train/test would not be read: move it away"),
+        (("a.csv", "test ->"), "test is a link to nothing: repair or remove it"),
+        (("train/a.csv", "test -> test"), "test is a link to nothing"),
+        (("a.csv", "run/config.toml", "run/b.csv", "all/runs", "all/b.csv", "f.npz.parts/c.csv"), ""),
+    ],
+)
+def test_files_that_would_not_be_read_are_named(made: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    for name in ("b.csv" if "/" not in made[0] else "train/b.csv", *made):
+        link, arrow, target = name.partition(" ->")
+        if arrow:
+            (tmp_path / link).symlink_to(target.strip() or "gone")
+        else:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("f,y\n1,0\n2,1\n")
+    if message:
+        with pytest.raises(BadRequest, match=message):
+            datasets.load("csv", tmp_path)
+    else:
+        assert datasets.load("csv", tmp_path).owner_names == ("a", "b"), "of folders that the program itself wrote"
+
+
+def test_integers_join_with_text_by_the_names_of_classes(tmp_path: Path) -> None:
+    names = np.array(["p", "q", "r"])
+    saved(tmp_path / "a.npz", {"x": X, "y": Y, "class_names": names})
+    for width in (3, 2):  # the second time of two sizes
+        saved(tmp_path / "b.npz", {"x": X[:, :width], "y": names[::-1][Y], "class_names": names})
+        data = datasets.load("npz", tmp_path)
+        assert data.classes == ("p", "q", "r") and data.y_train.tolist() == [*Y, *(2 - Y)]
+    saved(tmp_path / "a.npz", {"x": X, "y": Y + 1, "class_names": names})
+    with pytest.raises(BadRequest, match=r"a\.npz: label 3 is out of range"):
+        datasets.load("npz", tmp_path)
+
+
 def test_two_spellings_of_a_number_are_two_clients(tmp_path: Path) -> None:
     for name in ("7", "007"):
         saved(tmp_path / f"{name}.npz", {"x": X, "y": Y})
@@ -247,6 +303,7 @@ def test_folders_of_files_are_the_split(tmp_path: Path) -> None:
     data = datasets.load("npz", tmp_path)
     assert (data.num_train, data.num_test, data.owner_names) == (12, 12, ("a", "b"))
     assert set(data.x_train.ravel()) == {1.0} and set(data.x_test.ravel()) == {3.0}
+    assert datasets.source(tmp_path) == "npz"
 
 
 @pytest.mark.parametrize("kind", ["npz", "csv"])
@@ -270,6 +327,9 @@ def test_the_folder_that_is_given_is_no_split(part: str, kind: str, tmp_path: Pa
         ({"x": X[:, :, None], "y": Y}, "b.npz has the columns x, y with series, but 1 of 2 files has .* with rows"),
         ({"x": X, "y": Y[:2]}, "b.npz: x has 6 rows but y has 2"),
         ({"x": X, "y": Y, "class_names": ["p", "q", "r"]}, "different class_names"),
+        ({"x": X, "y": Y.astype(str)}, "y has integers in a.npz and text in b.npz: write .* or add class_names"),
+        ({"x": X, "y": Y, "client": Y}, "b.npz: its name gives the client: leave out client"),
+        ({"x": X, "y": Y, "y_test": Y}, "b.npz: .* leave out y_test"),
     ],
 )
 def test_files_that_differ_are_refused(other: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -331,6 +391,16 @@ def test_a_client_with_one_recording_trains_on_it() -> None:
     labels, groups, rng = np.zeros(9, np.int64), np.zeros(9, np.int64), np.random.default_rng(0)
     train, test = partitions.cut(np.arange(9), labels, groups, rng)
     assert len(train) == 9 and len(test) == 0
+    train, test = partitions.cut(np.arange(9), np.arange(9), np.arange(9), rng)  # no class has a second row
+    assert len(train) == 9 and len(test) == 0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.8, 0.9])
+def test_whole_groups_meet_any_share(share: float) -> None:
+    labels, groups = np.arange(120) % 2, np.arange(120) // 2
+    train, test = partitions.cut(np.arange(120), labels, groups, np.random.default_rng(0), share)
+    assert abs(len(test) / 120 - share) < 0.02 and not set(groups[train]) & set(groups[test])
+    assert np.array_equal(np.sort(np.concatenate([train, test])), np.arange(120))
 
 
 def test_small_owners_are_left_out_and_named(tmp_path: Path) -> None:
@@ -437,6 +507,11 @@ def test_wrong_index_files_are_refused(clients: list[dict[str, Any]], message: s
         ("p.csv", "row,client\n1,a", "its columns are row, client"),
         ("p.csv", "row,client,split\n1,a,tset", "line 2: split 'tset'"),
         ("p.csv", "row,client,split\nx,a,test", "invalid literal"),
+        ("p.csv", "client,split,row\nA,train", "line 2 has not 3 cells"),
+        ("p.csv", "row,client,split\n0,A,train,9", "line 2 has not 3 cells"),
+        ("p.csv", f"row,client,split\n0,{'A' * (1 << 18)},train", "cannot be read"),
+        ("p.json", "[" * 100_000, "cannot be read"),
+        ("p.json", f'{{"clients": [{{"train": [1{"0" * 23}]}}]}}', f"row 1{'0' * 23}, but"),
         ("p.txt", "", "wanted .npz, .json or .csv"),
     ],
 )

@@ -123,6 +123,22 @@ def test_numbers_that_are_names_stay_as_written(tmp_path: Path) -> None:
     assert datasets.load("csv", tmp_path / "t.csv").owner_names == ("007", "7", "NA")
     (tmp_path / "t.csv").write_text("a,y,client\n1,0,007\n2,1,7\n3,0,10\n")
     assert datasets.load("csv", tmp_path / "t.csv").owner_names == ("007", "10", "7")
+    for zero in (".0", "-0", "+.0", "-0.0", "0."):  # all of them are one class
+        (tmp_path / "t.csv").write_text(f"a,y\n1,0\n2,1\n3,{zero}\n4,1\n")
+        assert datasets.load("csv", tmp_path / "t.csv").classes == ("0", "1"), zero
+
+
+@pytest.mark.parametrize("cells", [[b"a", b"b"], [[1], [2]], [{"a": 1}, {"a": 2}]])
+@pytest.mark.parametrize("role", ["y", "client", "group"])
+def test_names_are_text_or_numbers(role: str, cells: list[Any], tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": [1.0, 2, 3, 4], "y": [0, 1, 0, 1]}).assign(**{role: cells * 2})
+    with pytest.raises(BadRequest, match=rf"row 0 has \w+ in '{role}' \(4 in all\): write text"):
+        loaded(tmp_path, frame, "", "parquet")
+    if role == "group":  # of a client's file
+        (tmp_path / "all").mkdir()
+        frame.to_parquet(tmp_path / "all" / "a.parquet")
+        with pytest.raises(BadRequest, match=r"a\.parquet: row 0 has"):
+            datasets.load("parquet", tmp_path / "all")
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -172,6 +188,7 @@ def test_a_named_index_of_a_parquet_file_is_a_column(tmp_path: Path) -> None:
     [
         ('"age, years";"pulse, bpm";y', ";", ("age, years", "pulse, bpm")),
         ('"a;b;c;d",e,y', ",", ("a;b;c;d", "e")),
+        ('a, "heart, rate", y', ",", ("a", "heart, rate")),
     ],
 )
 def test_a_separator_in_quotation_marks_separates_nothing(
@@ -262,7 +279,7 @@ def test_a_file_per_client(tmp_path: Path) -> None:
         (lambda f: f.assign(**{"a=b": f["blood"], "a": "b=A"}), f"x=a=b,a {ROLES}", "'a=b=A' is both a column and a"),
         (lambda f: f.assign(time=2**24 + 1), ROLES, "'time' has whole numbers above 2"),
         (lambda f: f.assign(age=np.inf), ROLES, r"'age' is infinite for float32 \(row 0, 120 in all\)"),
-        (lambda f: f.assign(part="Train"), ROLES, r"'part' has no row 'train', did you mean 'train'\?"),
+        (lambda f: f.assign(part="Train"), ROLES, "'part' has no row 'train', but Train: write train"),
         (lambda f: f[["blood", "diagnosis"]], "y=diagnosis", r"no numeric .* x=\*; .* --text, .* are blood"),
         (lambda f: f.iloc[:0], ROLES, "has no rows"),
         # All faults at once.
@@ -285,6 +302,7 @@ def test_wrong_tables_say_what_to_do(change: Any, columns: str, message: str, tm
         (b"1,2,3\n4,5,6\n", "the first line has numbers only"),
         (b"a,a,y\n1,2,3\n", "several columns are called 'a'"),
         (b"a,y\n1,0,7\n2,1,8\n", "cannot read the table"),
+        (b"y,a,b\n1,2,3\n0,1", "its last line has 2 of 3 cells"),
         (b"a,y\n\xff\xfe,1\n", "cannot read the table"),
     ],
 )
@@ -366,6 +384,7 @@ def test_rows_to_classify_are_read_as_training_read_them(form: str, tmp_path: Pa
     assert found.dtype == np.float32 and np.array_equal(found, own.arrays["x_train"], equal_nan=True)
     single = tables.rows(path, ("blood=NA", "age"), 2)
     assert not single[:, 0].any() and np.array_equal(single[:, 1], found[:, 0], equal_nan=True)
+    assert not tables.rows(path, ("blood=nan", "blood=None"), 2).any(), "an unknown cell is of no category"
 
 
 def test_the_column_of_a_category_is_known_where_names_could_mean_two(tmp_path: Path) -> None:

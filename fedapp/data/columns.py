@@ -47,6 +47,7 @@ Int64 = npt.NDArray[np.int64]
 CLIENT_COLUMNS = ("x", "y", "split", "group")
 """Columns that the file of one client may have."""
 OLD = ("x_train", "y_train", "x_test", "y_test")
+KNOWN = (*COLUMNS, *OLD, "class_names", "about")
 BODY = "body"
 """Entry of `about` with the SHA-256 of the body that the features are from."""
 REPEATED = ("name", "weights", "code", "tokenizer", "size", "resize", "mean", "std", "tokens")
@@ -120,8 +121,7 @@ def read_npz(path: Path) -> dict[str, Array]:
             raise BadRequest(f"{path} is one array, not an .npz file: write it with numpy.savez")
         with archive:
             # Arrays that mean nothing here are not read, but named.
-            known = (*COLUMNS, *OLD, "class_names", "about")
-            found = {key: archive[key] if key in known else np.empty(0) for key in archive.files}
+            found = {key: archive[key] if key in KNOWN else np.empty(0) for key in archive.files}
             if strange := [key for key, value in found.items() if not isinstance(value, np.ndarray)]:
                 raise BadRequest(f"{path}: {strange[0]} is not an array: write it again with numpy.savez")
             return found
@@ -169,7 +169,11 @@ def read_client(path: Path, root: Path) -> dict[str, Array]:
     for key in ("x", "y"):
         if key not in arrays:
             raise BadRequest(f"{path}: no column {key!r} (found: {', '.join(sorted(arrays)) or 'none'})")
+    if others := [key for key in ("client", *OLD) if key in arrays]:
+        raise BadRequest(f"{path}: its name gives the client: leave out {', '.join(others)}, or give this file alone")
     x, _ = samples(path, "x", arrays["x"])
+    if not len(x):
+        raise BadRequest(f"{path} has no rows")
     # What one client's numbers lose may be small against the differences between clients: all are looked at later.
     arrays["x"] = arrays["x"] if any(rounded_features(arrays["x"])) else x
     for key in CLIENT_COLUMNS[1:]:
@@ -206,7 +210,7 @@ def of_clients(root: Path, files: Mapping[Path, Mapping[str, Array]], bodies: Se
             "bodies"
         )
     sizes: dict[tuple[object, ...], dict[Path, Mapping[str, Array]]] = {}
-    for path, arrays in files.items():
+    for path, arrays in _labelled_alike(root, files).items():
         sizes.setdefault((arrays["x"].shape[1:], body_of(path, arrays)), {})[path] = arrays
     columns = [joined(root, own_files) for own_files in sizes.values()]
     if len(columns) == 1:
@@ -219,6 +223,22 @@ def of_clients(root: Path, files: Mapping[Path, Mapping[str, Array]], bodies: Se
     firsts = [next(iter(own_files)) for own_files in sizes.values()]
     parts = [own(f, {**c, "y": y, "class_names": known}) for f, c, y in zip(firsts, columns, cuts, strict=True)]
     return replace(of_parts(parts), classes=classes)
+
+
+def _labelled_alike(root: Path, files: Mapping[Path, Mapping[str, Array]]) -> Mapping[Path, Mapping[str, Array]]:
+    """Return the files with labels of one kind: where some are text, integers become names of classes."""
+    text = [path for path, arrays in files.items() if arrays["y"].dtype.kind == "U"]
+    found = dict(files)
+    for path in [path for path in files if path not in text] if text else []:
+        if "class_names" not in files[path]:
+            raise BadRequest(
+                f"{root}: y has integers in {path.name} and text in {text[0].name}: write text in all, or add "
+                "class_names to files with integers"
+            )
+        names = _texts(files[path]["class_names"])
+        numbers = _classes(path, {"y": files[path]["y"]}, names, None)[1]["y"]
+        found[path] = {**files[path], "y": np.array(names)[numbers]}
+    return found
 
 
 def of_parts(parts: Sequence[Own]) -> Own:
@@ -274,6 +294,7 @@ def joined(root: Path, files: Mapping[Path, Mapping[str, Array]]) -> dict[str, A
     columns["client"] = entries(columns["client"])
     about = [v["about"] for v in files.values() if "about" in v][:1]
     columns |= {"about": about[0]} if about else {}
+    columns |= {key: column for arrays in files.values() for key, column in arrays.items() if key not in KNOWN}
     return {**columns, **({"class_names": np.array(names)} if names is not None else {})}
 
 
@@ -346,7 +367,7 @@ def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | No
 def _own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | None) -> Own:
     """Do the work of `own` without `about`."""
     names = _texts(arrays["class_names"]) if "class_names" in arrays else None
-    ignored = tuple(sorted(k for k in arrays if k not in (*COLUMNS, *OLD, "class_names", "about")))
+    ignored = tuple(sorted(k for k in arrays if k not in KNOWN))
     old, new = [k for k in arrays if k in OLD], [k for k in arrays if k in COLUMNS]
     if old and new:
         raise BadRequest(f"{where}: there are {', '.join(new)} and {', '.join(old)}: give one of the two forms")
@@ -427,10 +448,10 @@ def _of_columns(
     }
     owner_names: tuple[str, ...] = ()
     if "client" in columns:
-        owners, owner_names = _numbered(where, "client", columns["client"])
+        owners, owner_names = _numbered(columns["client"])
         found["owners"] = owners[order]
     if "group" in columns:
-        groups, group_names = _numbered(where, "group", columns["group"])
+        groups, group_names = _numbered(columns["group"])
         _whole(where, groups, group_names, part)
         found["groups"] = groups[order]
     held_out = part[order][:cut] == PARTS.index("validation")
@@ -500,6 +521,8 @@ def _column(where: object, key: str, column: Array) -> Array:
         raise BadRequest(f"{where}: {key} is {column.dtype}, wanted {wanted}: write {key}.astype(str) or .astype(int)")
     if column.dtype.kind != "U":
         return column
+    if (empty := np.flatnonzero(np.char.strip(column) == "")).size:
+        raise BadRequest(f"{where}: row {empty[0]} has no {key} ({len(empty)} in all): fill it or leave the row out")
     distinct, place = np.unique(column, return_inverse=True)
     return np.array([composed(t) for t in distinct.tolist()], str)[place] if len(distinct) else column
 
@@ -526,7 +549,7 @@ def _classes(
     if not len(every):
         raise BadRequest(f"{where}: there are no labels")
     count = len(expected) if expected is not None else len(names) if names is not None else int(every.max()) + 1
-    if names is not None and (len(names) != count or len(set(names)) != len(names)):
+    if names is not None and (len(names) != count or len(set(names)) != len(names) or not all(map(str.strip, names))):
         raise BadRequest(f"{where}: {len(names)} class_names for {count} classes: give each class one name of its own")
     lowest, highest = int(every.min()), int(every.max())
     if lowest < 0 or highest >= count:
@@ -552,10 +575,8 @@ def _parts(where: object, column: Array) -> Int64:
     return np.asarray(np.select([text == part for part in PARTS], range(len(PARTS))), np.int64)
 
 
-def _numbered(where: object, key: str, column: Array) -> tuple[Int64, tuple[str, ...]]:
+def _numbered(column: Array) -> tuple[Int64, tuple[str, ...]]:
     """Return each row's position among the sorted distinct entries, and the entries as text."""
-    if column.dtype.kind == "U" and (empty := np.flatnonzero(np.char.strip(column) == "")).size:
-        raise BadRequest(f"{where}: row {empty[0]} has no {key} ({len(empty)} in all): fill it or leave the row out")
     entries, place = np.unique(column, return_inverse=True)
     return place.reshape(-1).astype(np.int64), tuple(str(e) for e in entries)
 

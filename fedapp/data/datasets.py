@@ -239,7 +239,8 @@ def source(place: Path) -> str:
         return suffix if suffix in kinds else "npz"
     if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
         return "hf"
-    return next((kind for kind in ("npz", *kinds) if files_of(place, kind)), "folder")
+    places = (place, *(place / part for part in PARTS))
+    return next((kind for kind in ("npz", *kinds) if any(files_of(p, kind) for p in places)), "folder")
 
 
 @lru_cache(maxsize=8)
@@ -441,11 +442,15 @@ def _own_files(root: Path | None, kind: str) -> list[Path]:
     if not is_there(root) or not root.is_dir():
         raise BadRequest(f"data-dir {root} does not exist: give {wanted}")
     files = files_of(root, kind)
-    parted = [path for part in PARTS for path in files_of(root / part, kind)]
-    for folder in entries_of(root):
-        part = PART_OF.get(folder.name.casefold(), folder.name)
-        if part != folder.name and folder.is_dir() and files_of(folder, kind):
-            raise BadRequest(f"{folder} would not be read: call it {part}, or move it away")
+    places = [root / part for part in PARTS if (root / part).is_dir()]
+    parted = [path for place in places for path in files_of(place, kind)]
+    for folder in [f for place in (root, *places) for f in entries_of(place) if f.is_dir() and f not in places]:
+        part = PART_OF.get(folder.name.casefold(), "")
+        # Runs, and an extraction that is not complete, may lie next to their data.
+        written = folder.suffix == ".parts" or any((folder / name).exists() for name in ("config.toml", "runs"))
+        if (part or files or parted) and not written and files_of(folder, kind):
+            advice = f"call it {part}, or " if part not in ("", folder.name) else ""
+            raise BadRequest(f"{folder} would not be read: {advice}move it away")
     # A single .npz file is all of the data, whatever its name.
     for path in [*files, *parted] if kind != "npz" or parted or len(files) > 1 else []:
         if path.stem.casefold() in PART_OF:
@@ -496,14 +501,15 @@ def _of_package(entry: plugins.Entry, root: Path | None) -> _Source:
 
     def build(_: Store) -> Own:
         try:
-            columns = dict(function("" if root is None else str(root)))
+            columns = function("" if root is None else str(root))
+            columns = {str(k): np.asarray(v) for k, v in dict(columns).items()}
         except BadRequest:
             raise
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             raise BadRequest(
                 f"{entry} cannot be read ({raised(e)}): it returns a dict of columns, x and y at least"
             ) from e
-        return check_columns(entry, {str(k): np.asarray(v) for k, v in columns.items()})
+        return check_columns(entry, columns)
 
     return key, build
 

@@ -17,7 +17,7 @@ import numpy as np
 from fedapp.data import pictures, tables
 from fedapp.data.cache import FULL, file_identity
 from fedapp.data.columns import PARTS, Array, Own, labelled, own
-from fedapp.data.names import assigned, is_there, roles
+from fedapp.data.names import assigned, entries_of, is_there, roles
 from fedapp.errors import BadRequest, suggest_choice
 from fedapp.lazy import datasets, pd
 from fedapp.settings import DataSettings
@@ -42,6 +42,8 @@ def identity(place: str) -> dict[str, Any]:
             f"data set 'hf' needs data-dir ({place or 'it'} is not there): a folder written by save_to_disk, Parquet "
             "files, a folder of pictures, or hub:owner/name to download one"
         )
+    if path.is_dir():
+        entries_of(path)  # refuses links to nothing
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     return {"files": [file_identity(p) for p in files]}
 
@@ -69,23 +71,23 @@ def read(place: str, settings: DataSettings, node: bool = False) -> Own:
         if foreign:
             raise BadRequest(f"{place} has a split '{foreign[0]}'{suggest_choice(foreign[0], PARTS)}")
         names = [part for part in ("", *PARTS) if part in splits]
-        for part in names[1:]:
-            _check_alike(place, names[0], splits[names[0]].features, part, splits[part].features)
+        _check_alike(place, {part: splits[part].features for part in names})
         whole = datasets.concatenate_datasets([splits[part] for part in names])
         whole = whole.rename_columns(dict(zip(whole.column_names, tables.checked_names(place, whole.column_names))))
         if not len(whole):
             raise BadRequest(f"{place} has no rows")
-        split = np.repeat(names, [len(splits[part]) for part in names]) if len(names) > 1 else None
+        split = np.repeat(names, [len(splits[part]) for part in names]) if names not in ([""], ["train"]) else None
         return _columns(place, whole, split, settings, node)
 
 
-def _check_alike(place: str, first: str, kinds: Mapping[str, Any], part: str, others: Mapping[str, Any]) -> None:
-    """Refuse two splits with a column of different types, such as classes in another order."""
-    for name in kinds:
-        one, other = str(kinds[name]), str(others.get(name, kinds[name]))
-        if one != other and "Value('null')" not in (one, other):  # no entry of a column is known
+def _check_alike(place: str, splits: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse splits with a column of different types, such as classes in another order."""
+    found: dict[str, tuple[str, str]] = {}
+    for part, name, kind in ((part, name, str(kind)) for part, kinds in splits.items() for name, kind in kinds.items()):
+        first, one = found.setdefault(name, (part, kind)) if kind != "Value('null')" else (part, kind)
+        if one != kind:  # of Value('null') no entry is known
             raise BadRequest(
-                f"{place}: the column '{name}' is {one} in the split {first} and {other} in {part}: give it one type, "
+                f"{place}: the column '{name}' is {one} in the split {first} and {kind} in {part}: give it one type, "
                 "and classes one order, for example with cast_column"
             )
 
@@ -125,10 +127,10 @@ def _columns(place: str, data: Any, split: Array | None, settings: DataSettings,
             f'{place}: {", ".join(chosen if "x" in wanted else whole)} could all be x: give columns = "x=NAME"'
         )
     faults: list[str] = []
-    arrays: dict[str, Array] = {
-        role: tables.keys(role, pd.Series(_values(data, name), dtype=object), name, "row {}".format, faults)
-        for role, name in found.items()
-    }
+    arrays: dict[str, Array] = {}
+    for role, name in found.items():
+        column = pd.Series(_values(data, name), dtype=object)
+        arrays[role] = tables.keys(role, column, name, "row {}".format, faults, known is not None)
     if faults:
         raise BadRequest(f"{place}: {'; '.join(faults)}")
     if split is not None:

@@ -26,6 +26,8 @@ PART_OF = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 """What a file or folder may be called that holds a part of the data -> the part's own name."""
+PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
+FILE_SUFFIXES = PICTURE_SUFFIXES | {".npz", ".csv", ".parquet"}
 
 
 def composed(text: str) -> str:
@@ -117,13 +119,32 @@ def assigned(
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """Return what a folder holds, sorted, but for hidden files, such as the lock links of editors."""
-    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    """Return what a folder holds, sorted, but for hidden files, such as the lock links of editors.
+
+    Raises
+    ------
+    BadRequest : a link that may stand for a folder leads nowhere.
+    """
+    found = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    for path in found:  # of a link that stands for a file, its reader says so
+        if path.suffix.lower() not in FILE_SUFFIXES and path.is_symlink() and not path.exists():
+            raise BadRequest(f"{path} is a link to nothing: repair or remove it")
+    return found
 
 
 def files_of(folder: Path, kind: str) -> list[Path]:
     """Return the files of a folder with a suffix in any case, sorted; empty if the folder does not exist."""
-    return [p for p in entries_of(folder) if p.suffix.lower() == f".{kind}"] if folder.is_dir() else []
+    return distinct([p for p in entries_of(folder) if p.suffix.lower() == f".{kind}"]) if folder.is_dir() else []
+
+
+def distinct(paths: list[Path], suffix: bool = False) -> list[Path]:
+    """Return the clients' files or folders in one folder, and refuse two with the same `name_of`."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        other = found.setdefault(composed(path.name if suffix else path.stem), path)
+        if other != path:
+            raise BadRequest(f"{other} and {path.name} have one name: rename one of them")
+    return paths
 
 
 def is_there(path: Path) -> bool:

@@ -11,7 +11,6 @@ import contextlib
 import gzip
 import io
 import math
-import struct
 import sys
 import tarfile
 import zipfile
@@ -25,7 +24,7 @@ import numpy.typing as npt
 
 from fedapp.data.cache import Store
 from fedapp.data.columns import PARTS, Own, entries
-from fedapp.data.names import PART_OF, SHOWN, entries_of, name_of, unusable
+from fedapp.data.names import PART_OF, PICTURE_SUFFIXES, SHOWN, distinct, entries_of, name_of, unusable
 from fedapp.errors import BadRequest
 from fedapp.lazy import Image
 from fedapp.settings import Auto, DataSettings
@@ -38,7 +37,6 @@ Arrays = dict[str, np.ndarray]
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM", "TIFF")
 """Formats that are read, whatever a file's name. For some others Pillow starts a program, such as Ghostscript."""
-PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 STANDARD_SIZES = (28, 32, 64)
 ALL_SIZES = (*STANDARD_SIZES, 96, 128, 160, 224)
 MOST_BYTES = 4 * 2**30
@@ -202,7 +200,7 @@ def listed(root: Path, layout: str = "auto") -> Listing:
     found: list[Picture] = []
     bad: dict[Path, str] = {}
     if layout == "clients" or (layout == "auto" and _has_clients(root)):
-        clients = _folders(root)
+        clients = distinct(_folders(root), suffix=True)
         if not clients:
             raise BadRequest(f"{root} holds no folders: make one per client, with a folder <class>/ for each class")
         _note_loose(root, bad)
@@ -210,6 +208,8 @@ def listed(root: Path, layout: str = "auto") -> Listing:
             found += _parts(folder, name_of(folder, suffix=True), bad)
     else:
         found = _parts(root, "", bad)
+    if all(picture.part == "test" for picture in found):
+        raise BadRequest(f"{root} has no pictures for training: put them into train/<class>/")
     return Listing(root, tuple(found), bad)
 
 
@@ -253,12 +253,12 @@ def _has_clients(root: Path) -> bool:
 def _parts(root: Path, client: str, bad: dict[Path, str]) -> list[Picture]:
     """List ``<class>/*``, or ``train/<class>/*`` and so on."""
     _check_parts(root)
-    if not (root / "train").is_dir():
+    if not any((root / part).is_dir() and (part == "train" or _folders(root / part)) for part in PARTS):
         return _pictures(root, "train", client, bad)
     others = [folder.name for folder in _folders(root) if folder.name not in PARTS]
     if others:
         raise BadRequest(
-            f"{root}: next to train there is {others[0]!r}, which would not be used ({', '.join(PARTS)} are): move it "
+            f"{root}: next to a part there is {others[0]!r}, which would not be used ({', '.join(PARTS)} are): move it "
             "away"
         )
     _note_loose(root, bad)
@@ -375,11 +375,11 @@ def named(path: Path) -> Iterator[None]:
     """Name the file in the error of the block, which reads its picture."""
     try:
         yield
-    except (OSError, SyntaxError, Image.DecompressionBombError) as e:
-        reason = "does not exist" if isinstance(e, FileNotFoundError) else "is not a picture that can be read"
-        raise BadRequest(f"{path} {reason}") from e
     except ValueError as e:
         raise BadRequest(f"cannot read the picture {path} ({e})") from e
+    except Exception as e:  # a damaged picture raises errors of any kind
+        reason = "does not exist" if isinstance(e, FileNotFoundError) else "is not a picture that can be read"
+        raise BadRequest(f"{path} {reason}") from e
 
 
 def check_format(source: Any) -> None:
@@ -511,7 +511,7 @@ def _noted(where: Key, bad: dict[Key, str]) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
+    except Exception as error:  # a damaged picture raises errors of any kind
         if isinstance(where, Path):
             bad[where] = f"cannot read the picture {where} ({error})"
         else:  # the error would name where in memory the bytes lie

@@ -12,9 +12,9 @@ from __future__ import annotations
 import csv
 import re
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ import numpy as np
 from fedapp.data.columns import EXACT, PARTS, Array, Own, entries, labelled, of_parts, own, part_of
 from fedapp.data.moments import rounded
 from fedapp.data.names import COLUMNS, LABELS, SHOWN, assigned, composed, name_of, readable, roles
-from fedapp.errors import BadRequest, counted, is_number, suggest_choice
+from fedapp.errors import BadRequest, counted, is_number
 from fedapp.lazy import pd
 from fedapp.settings import DataSettings
 
@@ -41,6 +41,7 @@ WITH_COMMAS = re.compile(r"[+-]?(\d{1,3}(,\d{2,3})*,\d{3}(\.\d*)?|[\d.]*,\d+)(e[
 COMMAS = "leave out commas that group thousands, write the decimal mark as a point, or leave the column out"
 SHORT = 40
 """Characters of a cell that a message shows."""
+Place = Callable[[int], str]
 LONGEST = 255
 """Characters of a class, client or group. An array of text takes as much for every row as for the longest one."""
 
@@ -63,9 +64,7 @@ def read(files: Sequence[Path], root: Path, settings: DataSettings, node: bool =
         return _read([root], [frame.reset_index(drop=True)], root, found, wanted, node)
 
     def table(path: Path) -> tuple[Any, dict[str, str]]:
-        name_of(path)
-        frame, found = _frame(path, wanted)
-        return _of_client(path, root, frame, found)
+        return _of_client(path, name_of(path), root, *_frame(path, wanted))
 
     def form(read: tuple[Any, dict[str, str]]) -> str:
         return "the columns " + ", ".join(f"{role}={name}" for role, name in sorted(read[1].items()))
@@ -78,11 +77,11 @@ def read(files: Sequence[Path], root: Path, settings: DataSettings, node: bool =
         sizes.setdefault(tuple(sorted(names)), []).append(path)
     classes = None
     if len(sizes) > 1:
-        faults: list[str] = []
-        labels = [keys("y", frame[found["y"]], found["y"], f"{p.name} row {{}}".format, faults)
-                  for p, (frame, _) in tables.items()]  # fmt: skip
+        faults, y = list[str](), found["y"]
+        for path, (frame, _) in tables.items():
+            frame[y] = keys("y", frame[y], y, f"{path.name} row {{}}".format, faults)
         _refuse(root, faults)
-        classes = [str(name) for name in np.unique(entries(np.concatenate(labels)))]
+        classes = [str(n) for n in np.unique(entries(np.concatenate([f[y].to_numpy(str) for f, _ in tables.values()])))]
     parts = [
         _read(own_files, [tables[path][0] for path in own_files], root, found, wanted, node, classes)
         for own_files in sizes.values()
@@ -107,8 +106,6 @@ def texts(place: Path, column: str, settings: DataSettings) -> tuple[list[str], 
     BadRequest : the file cannot be read, a column is missing or wrong, or a text is missing; names all rows.
     """
     frame, found = _frame(place, {**roles(settings.columns), "x": (column,)}, (column,))
-    if not len(frame):
-        raise BadRequest(f"{place}: the table has no rows")
     faults: list[str] = []
     columns = {role: keys(role, frame[name], name, "row {}".format, faults) for role, name in found.items()}
     cells = _texts(frame, column, faults)
@@ -118,18 +115,19 @@ def texts(place: Path, column: str, settings: DataSettings) -> tuple[list[str], 
 
 def _texts(frame: Any, column: str, faults: list[str]) -> list[str]:
     """Return the cells of a column of texts; those that are none are noted."""
-    odd = [
-        (row, value)
-        for row, (value, empty) in enumerate(zip(frame[column], frame[column].isna()))
-        if not empty and not isinstance(value, (str, int, float, np.number))
-    ]
-    if odd:
-        row, value = odd[0]
-        faults.append(f"row {row} has {type(value).__name__} in '{column}' ({len(odd)} in all): write text")
+    known = frame[column][frame[column].notna()]
+    odd = {row: v for row, v in known.items() if not isinstance(v, (str, int, float, np.number))}
+    _note_odd(odd, column, "row {}".format, faults)
     cells = ["" if e else str(v).strip() for v, e in zip(frame[column], frame[column].isna())]
     if empty := [row for row, text in enumerate(cells) if not text]:
         faults.append(f"row {empty[0]} has no text in '{column}' ({len(empty)} in all): fill it or leave the row out")
     return cells
+
+
+def _note_odd(odd: Mapping[int, Any], name: str, place: Place, faults: list[str]) -> None:
+    """Note cells, by their rows, that no text stands for."""
+    for row, value in [*odd.items()][:1]:
+        faults.append(f"{place(row)} has {type(value).__name__} in '{name}' ({len(odd)} in all): write text")
 
 
 def column_of_texts(place: Path, column: str) -> list[str]:
@@ -178,14 +176,11 @@ def _read(
         start = int(ends[number - 1]) if number else 0
         return f"row {row - start}" if files == [root] else f"{files[number].name} row {row - start}"
 
-    if not len(whole):
-        raise BadRequest(f"{root}: the table has no rows")
     return from_frame(root, whole, found, wanted, node, classes, place=place)
 
 
-def _of_client(path: Path, root: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
+def _of_client(path: Path, client: str, root: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
     """Add the columns client and split, from the name and the folder of a client's file."""
-    client = name_of(path)
     part = part_of(path, root)
     said = {"client": client, **({"split": part} if part else {})}
     for role, value in said.items():
@@ -195,7 +190,10 @@ def _of_client(path: Path, root: Path, frame: Any, found: Mapping[str, str]) -> 
             )
         frame[role] = value
     if "group" in found:  # groups of two clients are two groups, whatever their names
-        frame[found["group"]] = [None if pd.isna(g) else f"{client}/{g}" for g in frame[found["group"]]]
+        faults, name = list[str](), found["group"]
+        groups = keys("group", frame[name], name, "row {}".format, faults)
+        _refuse(path, faults)
+        frame[name] = [f"{client}/{group}" for group in groups]
     return frame, {**found, **{role: role for role in said}}
 
 
@@ -235,7 +233,8 @@ def rows(path: Path, features: Sequence[str], count: int, columns: Sequence[str]
         column = frame[source]
         if source != feature:
             category = feature.removeprefix(f"{source}=")
-            values.append(np.array([composed(str(v).strip()) == category for v in column], np.float32))
+            equal = [known and composed(str(v).strip()) == category for v, known in zip(column, column.notna())]
+            values.append(np.array(equal, np.float32))
             continue
         found = None
         if column.isna().all():
@@ -321,14 +320,18 @@ def _frame(
     with _named(path):
         if read := {".parquet": _parquet, ".json": _json, ".jsonl": _json}.get(path.suffix.lower()):
             frame = read(path)
-            return frame, assigned(path, list(frame.columns), wanted, labels)
-        mark, header = _header(path)
-        if all(is_number(name) for name in header):
-            raise BadRequest(f"{path}: the first line has numbers only: it must name the columns")
-        names = checked_names(path, header)
-        found = assigned(path, names, wanted, labels)
-        # Text of these columns stays as written: 007 and 7 are two clients, NA may be a class.
-        return _body(path, mark, names, 1, {name: [""] for name in (*found.values(), *texts)}), found
+            found = assigned(path, list(frame.columns), wanted, labels)
+        else:
+            mark, header = _header(path)
+            if all(is_number(name) for name in header):
+                raise BadRequest(f"{path}: the first line has numbers only: it must name the columns")
+            names = checked_names(path, header)
+            found = assigned(path, names, wanted, labels)
+            # Text of these columns stays as written: 007 and 7 are two clients, NA may be a class.
+            frame = _body(path, mark, names, 1, {name: [""] for name in (*found.values(), *texts)})
+        if not len(frame):
+            raise BadRequest(f"{path}: the table has no rows")
+        return frame, found
 
 
 def _json(path: Path) -> Any:
@@ -359,7 +362,7 @@ def _header(path: Path) -> tuple[str, list[str]]:
         line = stream.readline()
         mark = max(",;\t", key=re.sub('"[^"]*"', "", line).count)
         stream.seek(0)
-        header = [name.strip() for name in next(csv.reader(stream, delimiter=mark), [])]
+        header = [name.strip() for name in next(csv.reader(stream, delimiter=mark, skipinitialspace=True), [])]
     if not any(header):
         raise BadRequest(f"{path} is empty: its first line must name the columns")
     return mark, header
@@ -385,6 +388,12 @@ def _body(path: Path, mark: str, names: list[str], start: int, texts: Mapping[st
             na_values={name: list(texts.get(name, UNKNOWN)) for name in names},
             float_precision="round_trip", skipinitialspace=True, low_memory=False,
         )  # fmt: skip
+    if len(frame) and pd.isna(frame.iloc[-1, -1]):  # a file that was cut: pandas refuses longer lines alone
+        cells = len(names)
+        with path.open(encoding="utf-8-sig", newline="") as stream, suppress(csv.Error):  # it reads no very long cell
+            cells = len(deque(filter(None, csv.reader(stream, delimiter=mark, skipinitialspace=True)), maxlen=1)[0])
+        if cells < len(names):
+            raise BadRequest(f"{path}: its last line has {cells} of {len(names)} cells: complete it, or remove it")
     nameless = [name for n, name in enumerate(names) if name == NAMELESS.format(n)]
     return frame.drop(columns=[name for name in nameless if frame[name].isna().all()])
 
@@ -407,7 +416,7 @@ def from_frame(
     wanted: Mapping[str, tuple[str, ...]],
     node: bool,
     classes: Sequence[str] | None = None,
-    place: Callable[[int], str] = "row {}".format,
+    place: Place = "row {}".format,
 ) -> Own:
     """Turn a table into columns of own data.
 
@@ -415,7 +424,7 @@ def from_frame(
     ----------
     where : name of the source, for messages.   frame : a pandas DataFrame.
     found, wanted : of `assigned` and `roles`.
-    classes : their names in order; None = sorted.
+    classes : their names in order, as the column y has them; None = sorted.
     place : how messages name a row.
 
     Raises
@@ -423,13 +432,13 @@ def from_frame(
     BadRequest : columns are wrong; the message names all of them.
     """
     features = _Features()
-    columns = {role: keys(role, frame[name], name, place, features.faults) for role, name in found.items()}
+    columns = {role: keys(role, frame[n], n, place, features.faults, bool(classes)) for role, n in found.items()}
     training = np.ones(len(frame), bool)
     if "split" in columns:
         training = columns["split"] == "train"
         if not training.any():
-            choice = suggest_choice(str(columns["split"][0]), PARTS)
-            features.faults.append(f"'{found['split']}' has no row 'train'{choice}")
+            there = ", ".join(sorted(set(columns["split"].tolist()))[:SHOWN])
+            features.faults.append(f"'{found['split']}' has no row 'train', but {there}: write {', '.join(PARTS)}")
     listed = wanted.get("x", ())
     every = [name for name in map(str, frame.columns) if name not in found.values()]
     named = listed and "*" not in listed
@@ -463,16 +472,16 @@ def _refuse(where: object, faults: Sequence[str]) -> None:
         raise BadRequest(f"{where}: " + "; ".join(faults[:SHOWN]) + more)
 
 
-def keys(role: str, column: Any, name: str, place: Callable[[int], str], faults: list[str]) -> Array:
-    """Return the entries of y, client, split or group as text."""
+def keys(role: str, column: Any, name: str, place: Place, faults: list[str], given: bool = False) -> Array:
+    """Return the entries of y, client, split or group as text; names of classes that are `given` stay as they are."""
+    given = given and role == "y"
     empty = np.array(column.isna())
-    texts = ["" if e else composed(str(v).strip()) for v, e in zip(column, empty)]
+    odd = {row: v for row, v in enumerate(column) if isinstance(v, (bytes, list, dict, np.ndarray))}
+    _note_odd(odd, name, place, faults)
+    texts = ["" if e else composed(str(v) if given else str(v).strip()) for v, e in zip(column, empty)]
     longest = max(range(len(texts)), key=lambda row: len(texts[row]), default=0)
     if texts and len(texts[longest]) > LONGEST:
-        faults.append(
-            f"{place(longest)} has a {role} of {len(texts[longest])} characters (column '{name}'): write at most "
-            f"{LONGEST}"
-        )
+        faults.append(f"{place(longest)} has a {role} of {len(texts[longest])} characters in '{name}', above {LONGEST}")
     text = np.array([t[:LONGEST] for t in texts], dtype=str)
     empty |= text == ""
     if empty.any():
@@ -481,19 +490,20 @@ def keys(role: str, column: Any, name: str, place: Callable[[int], str], faults:
             f"{place(row)} has no {role} (column '{name}' is empty, {int(empty.sum())} in all): fill it or leave the "
             "row out"
         )
-    elif role != "split" and all(map(is_number, values := [str(v) for v in np.unique(text)])):
+    elif role != "split" and not given and all(map(is_number, values := [str(v) for v in np.unique(text)])):
         numbers = np.array([float(v) for v in values])
         if np.isfinite(numbers).all() and (numbers == np.round(numbers)).all():
             # 3.0 is what a column of whole numbers becomes next to an empty cell.
-            text = np.array([t.split(".")[0] if "." in t and "e" not in t.lower() else t for t in text.tolist()])
+            plain = (t.split(".")[0] if "." in t and "e" not in t.lower() else t for t in text.tolist())
+            text = np.array(["0" if t in ("", "-", "+", "-0", "+0") else t for t in plain])
         elif role == "y":
-            odd = values[int(np.argmax(numbers != np.round(numbers)))]
-            faults.append(f"'{name}' has numbers such as {odd}, wanted classes: write names or 0, 1, 2, ...")
+            number = values[int(np.argmax(numbers != np.round(numbers)))]
+            faults.append(f"'{name}' has numbers such as {number}, wanted classes: write names or 0, 1, 2, ...")
     return text
 
 
 def _feature(
-    features: _Features, column: Any, name: str, named: bool, training: Array, node: bool, place: Callable[[int], str]
+    features: _Features, column: Any, name: str, named: bool, training: Array, node: bool, place: Place
 ) -> None:
     """Add one column to the features, to the ignored ones, or to the faults."""
     if not _legible(column):
@@ -521,7 +531,7 @@ def _legible(column: Any) -> bool:
     return len(known) > 0 and isinstance(known.iloc[0], (str, bool, int, float))
 
 
-def _cells(column: Any, name: str, place: Callable[[int], str], faults: list[str]) -> Array | None:
+def _cells(column: Any, name: str, place: Place, faults: list[str]) -> Array | None:
     """Return a column as float64, NaN = unknown, or as texts (object), "" = unknown; None = words among numbers."""
     if pd.api.types.is_numeric_dtype(column):
         numbers: Array = column.to_numpy(np.float64, na_value=np.nan)
@@ -543,7 +553,7 @@ def _cells(column: Any, name: str, place: Callable[[int], str], faults: list[str
     return np.array([float(t) if t else np.nan for t in text.tolist()])
 
 
-def _narrow(values: Array, name: str, place: Callable[[int], str], faults: list[str]) -> Array | None:
+def _narrow(values: Array, name: str, place: Place, faults: list[str]) -> Array | None:
     """Return numbers as float32; None if it cannot hold them."""
     with np.errstate(over="ignore"):
         narrow: Array = values.astype(np.float32)

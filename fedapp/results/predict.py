@@ -27,8 +27,8 @@ from fedapp.core import names
 from fedapp.data import datasets, pictures, tables
 from fedapp.data.columns import BODY, body_of, read_unlabelled, samples
 from fedapp.data.moments import Samples
-from fedapp.data.names import absent, is_there
-from fedapp.data.pictures import FORMATS, PICTURE_SUFFIXES, check_depth, pixels
+from fedapp.data.names import PICTURE_SUFFIXES, absent, is_there
+from fedapp.data.pictures import FORMATS, check_depth, pixels
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, counted, plain
 from fedapp.lazy import Image, Tensor, nn, pd, torch
