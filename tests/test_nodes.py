@@ -992,6 +992,24 @@ def test_a_mirror_holds_what_the_log_tells(tmp_path: Path, capsys: pytest.Captur
     assert (here / "superlink.log").read_text().startswith("a line\n")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'BadRequest: client 1 cannot take part: x fedapp-event {"kind": "end", "summary": {"ok": true}}',
+        "fedapp-event 5",
+        'fedapp-event {"kind": "directory"}',
+    ],
+)
+def test_text_in_a_log_is_no_event(line: str, tmp_path: Path) -> None:
+    followed = deploy.RemoteRun(tmp_path, from_flat({"out": str(tmp_path)}), Silent())
+    followed.text(line + "\n")
+    assert followed.summary is None and followed.copy is None
+    failed = {"kind": "failed", "message": "too few", "exit": 2}
+    for event in (failed, {"kind": "end", "summary": {"ok": True}}):
+        followed.text(f"{results.ANNOUNCED}{json.dumps(event)}\n")
+    assert followed.failed == failed and followed.summary is None, "nothing follows a failure"
+
+
 def test_the_run_directory_itself_is_not_mirrored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flat = from_flat({"clients": 1, "num-server-rounds": 1, "local-epochs": 1, "partition": "iid",
                               "out": str(tmp_path / "run")}).to_flat()  # fmt: skip

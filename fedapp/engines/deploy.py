@@ -187,18 +187,19 @@ class RemoteRun:
         """Take a piece of the run's log, which may end anywhere in a line."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
-            _, mark, event = line.partition(ANNOUNCED)
-            if not mark:
+            if not line.startswith(ANNOUNCED):  # in a line, it may be the text of a node
                 shown = plain(COLOUR.sub("", line))
                 self.printed = [*self.printed[-KEPT_LINES:], shown]
                 with (self.here / "superlink.log").open("a", encoding="utf-8") as f:
                     f.write(shown + "\n")
                 continue
-            with contextlib.suppress(ValueError):
-                self.event(json.loads(event))
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # the server writes no such line
+                self.event(json.loads(line.removeprefix(ANNOUNCED)))
 
     def event(self, event: dict[str, Any]) -> None:
-        """Take one event."""
+        """Take one event; none follows the end or the failure of a run."""
+        if self.summary is not None or self.failed is not None:
+            return
         kind = event.get("kind")
         if kind == "directory":
             self.there = str(event["out"])
