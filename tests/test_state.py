@@ -157,7 +157,8 @@ def test_a_warm_start_takes_the_newest_state_of_another_run(tmp_path: Path) -> N
     assert back is not None and back.round == 0 and back.path == new
     for server_round in (2, 3):
         warm.save(server_round, {"x": np.ones(1)})
-    assert names(tmp_path) == [f"cc.00000{r}.safetensors" for r in (1, 2, 3)]
+    kept = [f"cc.00000{r}.safetensors" for r in (1, 2, 3)]
+    assert names(tmp_path) == [old.name, new.name, *kept], "the other runs may be in progress, or may be resumed"
     assert store(tmp_path, run="dd", warm=False).load(before=1) is None
 
 
@@ -265,6 +266,9 @@ def test_norms_of_the_heads_rows_are_noted_round_by_round(tmp_path: Path) -> Non
     rounds, norms = read_head_norms(s.folder, "aa")
     assert rounds.tolist() == [1, 2] and norms.tolist() == [[1, 10], [7, 7]]
     assert read_safetensors(s.folder / "aa.head-norms")[1] == {"schema": 2, "run": "aa"}
+    (s.folder / "aa.head-norms").write_bytes(b"damaged")
+    s.note_head_norms(3, np.array([3.0, 3.0]))
+    assert read_head_norms(s.folder, "aa")[0].tolist() == [3], "notes for figures stop no training"
 
 
 def test_notes_go_with_the_states_of_their_run(tmp_path: Path) -> None:

@@ -219,12 +219,11 @@ def check_header(path: Path, header: Mapping[str, Any], wanted: Mapping[str, Any
 
 
 def read_head_norms(folder: Path, run: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Read what `ClientStore.note_head_norms` wrote: rounds (T,) increasing and norms (T, C); T = 0 without a file."""
-    path = folder / f"{run}.{_NOTES}"
-    if not path.is_file():
-        return np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
-    arrays, _ = read_safetensors(path)
-    return arrays["rounds"], arrays["norms"]
+    """Read what `ClientStore.note_head_norms` wrote: rounds (T,) increasing, norms (T, C); T = 0 if it is not there."""
+    with suppress(StateError):
+        arrays, _ = read_safetensors(folder / f"{run}.{_NOTES}")
+        return arrays["rounds"], arrays["norms"]
+    return np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
 
 def _saved(path: Path) -> int:
@@ -370,8 +369,7 @@ class ClientStore:
 
         The newest state that is not newer than round `keep` stays too.
 
-        Other runs may be in progress in the same folder, so their states stay. A warm start has taken over the earlier
-        run's state: it is deleted once this run has all the rounds that it keeps, when no resumed run can need it.
+        Other runs may be in progress in the same folder, so their states stay.
 
         Parameters
         ----------
@@ -398,7 +396,7 @@ class ClientStore:
         own = [f for f in files if f[0] == self.run and f[1] <= server_round]
         keep = [*own[-KEPT:], *[f for f in own if f[1] <= self.keep][-1:]]
         for file in files:
-            if file not in keep and (file[0] == self.run or (self.warm_start and len(own) >= KEPT)):
+            if file not in keep and file[0] == self.run:
                 file[2].unlink(missing_ok=True)
         if self.durable:  # on a real node, where one run at a time writes here
             remove_parts(self.folder)
