@@ -19,6 +19,7 @@ from fedapp.results import tables
 from fedapp.results.directory import RunDirectory
 from fedapp.results.runs import RunResult
 from fedapp.transport import checkpoint
+from fedapp.transport.traffic import RoundFailed
 from tests.matrix import methods
 
 Tiny = Callable[..., RunResult]
@@ -123,6 +124,12 @@ def test_a_resumed_run_chooses_the_same(method: str, last: int, tiny: Tiny, monk
         pd.testing.assert_frame_equal(one, other, check_exact=True)
     assert rest.summary["round"] == whole.summary["round"]
     assert rest.summary["accuracy"] == whole.summary["accuracy"]
+
+
+def test_a_chosen_state_that_is_lost_is_one_line(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ValidationChoice, "best_round", lambda self: 7)
+    with pytest.raises(RoundFailed, match="round 7, which validation rows chose, cannot be scored"):
+        tiny(method="fedavg", rounds=1, **CHOOSING)
 
 
 def test_without_validation_scores_the_last_round_is_scored_with_a_warning(

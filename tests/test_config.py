@@ -39,6 +39,18 @@ def test_a_configuration_survives_its_toml_file(tmp_path: Path) -> None:
     assert from_flat(config.read_toml(tmp_path / "c.toml")) == chosen
 
 
+def test_a_configuration_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, chosen = tmp_path / "config.toml", from_flat({"method": "fedprox", "lr": 0.02})
+    config.write_toml(path, chosen)
+    monkeypatch.setattr(Path, "write_text", lambda self, text, **_: self.write_bytes(b"") or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        config.write_toml(path, chosen)
+    assert from_flat(config.read_toml(path)) == chosen
+    path.write_bytes(b"")
+    with pytest.raises(BadRequest, match="names no method: put a good copy"):
+        run(resume=tmp_path)
+
+
 def test_auto_is_the_methods_own_value() -> None:
     assert from_flat({"method": "fedavg"}).training.lr == 0.05
     other = from_flat({"method": "fedclassavg", "dataset": "mnist"})
@@ -377,6 +389,11 @@ def test_exit_code_2_and_no_traceback(arguments: list[str], fedapp: Callable[...
     code, _, said = fedapp(*arguments)
     assert code == 2, said
     assert "Traceback" not in said and 0 < len(said.strip().splitlines()) <= 12
+
+
+def test_the_key_resume_alone_is_refused(fedapp: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, said = fedapp("run", "--set", "resume=true", "--set", "lr=0.001", "--engine", "local", "--out", "nowhere")
+    assert code == 2 and "give --resume DIR" in said
 
 
 def test_a_process_ends_with_that_code() -> None:

@@ -257,6 +257,9 @@ def test_a_void_round_leaves_the_model_and_two_in_a_row_end_the_run(
     with pytest.raises(RoundFailed, match=r"rounds 2 and 3 are void.*max-growth"):
         federate(tmp_path / "two", [], grown(1, set()), 3, rounds=4, max_growth=10.0, **{**FEW, "method": "fedavg"})
     assert checkpoint.latest(tmp_path / "two" / "checkpoint")[0] == 3  # type: ignore[index]
+    with pytest.raises(RoundFailed, match="rounds 2 and 3 are void"):  # no round is left that could be better
+        again = {**FEW, "method": "fedavg", "resume": True}
+        federate(tmp_path / "two", [], grown(1, set()), 3, rounds=3, max_growth=10.0, **again)
 
 
 def test_a_model_that_one_client_spoiled_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,9 @@ import torch
 
 from fedapp import server_app
 from fedapp.client_app import app as client_app
-from fedapp.config import from_flat
+from fedapp.config import from_flat, read_toml
+from fedapp.engines import local as engines
+from fedapp.engines import pool, runner
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors, write_safetensors
@@ -35,6 +39,46 @@ def test_a_refused_resume_leaves_the_finished_run_as_it_was(tiny: Tiny) -> None:
     with pytest.raises(BadRequest, match="already holds 2 rounds"):
         run(resume=result.out, rounds=1)
     assert (result.out / "summary.json").read_text() == before and not (result.out / "error.json").exists()
+
+
+def test_a_resumed_run_keeps_its_settings(tiny: Tiny) -> None:
+    path = tiny(method="fedavg", lr=0.02).out / "config.toml"
+    before = path.read_bytes()
+    flat = {**read_toml(path), "num-server-rounds": 3, "resume": True}
+    with pytest.raises(BadRequest, match=r"settings \(local-epochs = 1, not 2; lr = 0\.02, not 0\.001\)"):
+        changed = {**flat, "lr": 0.001, "local-epochs": 2}
+        server_app.serve(LocalGrid(client_app, changed, 3), changed)
+    assert path.read_bytes() == before and not (path.parent / "error.json").exists()
+    left_open = {**flat, "clients": 0, "model": "auto"}
+    assert server_app.serve(LocalGrid(client_app, left_open, 3), left_open)["rounds"] == 3
+
+
+def test_a_resume_needs_the_rounds_before_it(tiny: Tiny) -> None:
+    out = tiny(method="fedavg").out
+    table = out / "rounds.csv"
+    header, first, second = whole = table.read_text().splitlines(keepends=True)
+    table.write_text(header + second)
+    with pytest.raises(BadRequest, match=r"rounds.csv lacks round 1"):
+        run(resume=out, rounds=3)
+    table.write_text(header + first + second)
+    (out / "checkpoint").rename(out / "elsewhere")
+    with pytest.raises(BadRequest, match="put checkpoint/ back"):
+        run(resume=out, rounds=3)
+    assert table.read_text() == "".join(whole) and (out / "final.csv").is_file()
+
+
+def test_tables_are_on_the_disk_before_the_checkpoint(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def noted(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    tiny(method="fedavg", evaluate_every=1)
+    second = next(n for n, name in enumerate(synced) if name.startswith(".round-000002"))
+    assert {"run0", "rounds.csv", "clients.csv", "evaluations.csv"} <= set(synced[second - 5 : second])
 
 
 def test_nodes_that_were_counted_stay_counted(tmp_path: Path) -> None:
@@ -169,6 +213,24 @@ def test_a_table_that_a_kill_cut_off_does_not_stop_a_resume(damage: str, tmp_pat
     path.write_text(damage)
     keep_rows(path, lambda row: int(row[0]) <= 5)
     assert path.read_text() == ("round,clients\n1,3\n" if damage else "")
+
+
+def test_the_reason_of_a_failure_is_todays_and_a_full_disk_is_one_line(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tiny(method="fedavg", rounds=1).out
+    (out / "error.json").write_text('{"message": "yesterday", "traceback": "of yesterday"}')
+    config = engines.prepare(engines.resumed(out, {"num-server-rounds": 2}), out)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(server_app, "found_checkpoint", full)
+    with runner.Follower() as follower:
+        assert runner.local(config, follower) == 1
+    pool._run(config.to_flat())
+    said = capfd.readouterr().err
+    assert said == "the run failed: [Errno 28] No space left on device: make room on this disk, then resume the run\n"
 
 
 def test_a_later_fault_of_the_server_is_not_blamed_on_an_earlier_client(tmp_path: Path) -> None:

@@ -148,6 +148,8 @@ def run(
         elsewhere = out is not None and out.absolute() != resume.absolute()
         values = engines.resumed(resume, values, *(["the file"] if file else []), *(["out"] if elsewhere else []))
         out = resume
+    elif values.get("resume"):
+        raise BadRequest("resume = true names no run: give --resume DIR")
     elif "out" in values:
         out = _given_once(out, str(values.pop("out")))
     if engine == "deploy":

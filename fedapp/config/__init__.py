@@ -32,6 +32,7 @@ from fedapp.config.keys import DEFAULTS, FIELDS, GROUPS, KEYS, OTHER_NAMES, RunC
 from fedapp.data.datasets import published
 from fedapp.data.names import absent
 from fedapp.errors import BadRequest, faults, named_values, suggest, suggest_choice
+from fedapp.files import atomic
 from fedapp.learning.optimizers import check_optimizer, takes
 from fedapp.method import TrainDefaults
 from fedapp.models import IDENTITY, default_model, frozen
@@ -45,6 +46,10 @@ SHOWN = 80
 """Characters of a value that a message shows."""
 FORMER = ("cuda-graphs", "compile")
 """Removed keys, which earlier versions wrote into every `config.toml`; files that have them are read without them."""
+CHANGEABLE = ("num-server-rounds", "lost-state", "track", "out", "resume")
+"""Keys that may have other values when a run is resumed."""
+DECIDED = ("clients", "model", "partition")
+"""Keys that data and clients decide where their value is 0 or auto."""
 OWN_SETTINGS = (
     "lr", "optimizer", "momentum", "weight-decay", "clip", "augment", "local-epochs", "batch-size", "model",
     "precision", "buffers", "wire-dtype", "optimizer-args", "lr-schedule", "warmup-rounds", "lr-schedule-steps",
@@ -319,6 +324,25 @@ def _remember(text: str, config: RunConfig) -> None:
         _KNOWN.popitem(last=False)
 
 
+def continued(config: RunConfig, stored: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of the run that `config` continues, from its flat run-config.
+
+    Raises
+    ------
+    BadRequest : keys other than :data:`CHANGEABLE` have other values now; names them.
+    """
+    earlier = from_flat(stored)
+    before, now = earlier.to_flat(), config.to_flat()
+    decided = {key for key in DECIDED if "auto" in str(now[key] or "auto").split(",")}
+    now = from_flat({**now, **{key: before[key] for key in decided}}).to_flat()
+    left_open = {key for key in DECIDED if "auto" in str(before[key] or "auto").split(",")}
+    differing = [key for key in KEYS if key not in {*CHANGEABLE, *left_open} and before[key] != now[key]]
+    if differing:
+        text = "; ".join(f"{key} = {shown(repr(before[key]))}, not {shown(repr(now[key]))}" for key in differing)
+        raise BadRequest(f"a resumed run keeps its settings ({text}): give the former ones, or start a new run")
+    return earlier
+
+
 def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a flat run-config of an earlier version without its :data:`FORMER` keys."""
     return {key: value for key, value in values.items() if key not in FORMER}
@@ -344,7 +368,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def write_toml(path: Path, config: RunConfig) -> None:
     """Write a configuration as the TOML file that `fedapp run FILE.toml` reads."""
-    path.write_text(tomli_w.dumps(config.to_flat()), encoding="utf-8")
+    with atomic(path, durable=True, mode=0o644) as part:
+        part.write_text(tomli_w.dumps(config.to_flat()), encoding="utf-8")
 
 
 def parse_value(key: str, text: str) -> Any:

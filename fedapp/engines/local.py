@@ -99,7 +99,7 @@ def resumed(out: Path, given: Mapping[str, Any], *others: str) -> dict[str, Any]
     BadRequest : the run does not exist, or an argument other than the total number of rounds is given (`others` names
         those that are not keys).
     """
-    if named := [*sorted(set(given) - {"num-server-rounds", "lost-state", "track"}), *others]:
+    if named := [*sorted(set(given) - {*configuration.CHANGEABLE[:3]}), *others]:
         raise BadRequest(
             f"a resumed run takes everything but the number of rounds, lost-state and track from "
             f"{out / 'config.toml'}; leave out {', '.join(named)}"
@@ -107,6 +107,8 @@ def resumed(out: Path, given: Mapping[str, Any], *others: str) -> dict[str, Any]
     out = absolute(out)
     check_out(out, resume=True)
     values = configuration.read_toml(out / "config.toml")
+    if "method" not in values:
+        raise BadRequest(f"{out / 'config.toml'} names no method: put a good copy of it back, or start a new run")
     return {**values, **given, "resume": True, "out": str(out)}
 
 

@@ -6,7 +6,6 @@ would give alone: the number of threads decides the last bits, and it is fixed.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -24,8 +23,7 @@ from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
 from fedapp.engines.resources import usable_cores
-from fedapp.errors import BadRequest, plain, raised
-from fedapp.results.runs import read_json
+from fedapp.errors import plain, raised
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,11 @@ class FinishedRun:
 def _run(flat: dict[str, object]) -> FinishedRun:
     config = configuration.from_flat(flat)
     out = Path(config.storage.out)
+    failed: list[Mapping[str, Any]] = []
     try:
-        engines.run_local(config)
+        engines.run_local(config, lambda event: failed.append(event) if event["kind"] == "failed" else None)
     except Exception as e:
-        with contextlib.suppress(BadRequest):  # error.json may be lost, as on a full disk
-            sys.stderr.write(plain(read_json(out / "error.json").get("traceback") or ""))
+        sys.stderr.write(plain("".join(event["traceback"] for event in failed)))
         return FinishedRun(out, raised(e))
     return FinishedRun(out, None)
 

@@ -28,7 +28,7 @@ from fedapp.learning.task import ModelSpec
 from fedapp.models import selection
 from fedapp.results import lines
 from fedapp.results.directory import only_writer, short_path
-from fedapp.results.runs import NO_TESTS, UNADJUSTED, RunResult, read_json
+from fedapp.results.runs import NO_TESTS, UNADJUSTED, RunResult
 from fedapp.results.statistics import percent, privacy
 from fedapp.results.terminal import Screen, announce, echo, print_fitting
 from fedapp.tasks import simulated as tasks
@@ -51,6 +51,7 @@ class Follower(Display):
         self.started = time.monotonic()
         self.done_before = 0
         self.clients = 0
+        self.failed: Mapping[str, Any] | None = None
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Show one event."""
@@ -62,6 +63,8 @@ class Follower(Display):
             self.count(self.label or str(event["method"]), event["rounds"], event["done"])
         elif kind == "round":
             self._round(event)
+        elif kind == "failed":
+            self.failed = event
         said = lines.line(event)
         if said is not None:
             self.line(said)
@@ -219,9 +222,7 @@ def local(config: RunConfig, follower: Follower) -> int:
     except BadRequest:
         raise
     except Exception as e:
-        folder = Path(config.storage.out)
-        error = read_json(folder / "error.json") if folder.is_dir() else {}
-        follower.line(lines.failed(error or {"message": raised(e), "traceback": ""}))
+        follower.line(lines.failed(follower.failed or {"message": raised(e), "traceback": ""}))
         return 1
     return 0
 

@@ -47,7 +47,7 @@ from fedapp import __version__
 from fedapp.config import RunConfig, write_toml
 from fedapp.data.names import absent
 from fedapp.errors import BadRequest
-from fedapp.files import atomic, check_folder, locked, writing_to
+from fedapp.files import atomic, check_folder, locked, synced, writing_to
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
 from fedapp.results.cells import cell, uncelled
@@ -199,6 +199,8 @@ def run_name(config: RunConfig) -> str:
 LOCK = ".lock"
 NAME = "name"
 """Column of clients.csv, final.csv and unseen.csv with the clients' own names, where the data have them."""
+TABLES = ("rounds.csv", "clients.csv", "evaluations.csv", "dropped.csv")
+"""The tables that a resumed run goes on writing."""
 CONFUSIONS = "final_confusion.npz"
 ALLOWED_BEFORE = ("superlink.log", "progress.jsonl", "launch.log", LOCK)
 MOST_CURVES = 100
@@ -237,7 +239,7 @@ def _read(path: Path) -> list[list[str]]:
 
 
 def _write(path: Path, lines: Iterable[Iterable[str]]) -> None:
-    with atomic(path, mode=0o666) as part, part.open("w", newline="", encoding="utf-8") as f:
+    with atomic(path, durable=True, mode=0o666) as part, part.open("w", newline="", encoding="utf-8") as f:
         csv.writer(f, lineterminator="\n").writerows(lines)
 
 
@@ -267,6 +269,7 @@ class RunDirectory:
         else:
             info = json.loads(info_path.read_text())
             self.token, self.begun_with = str(info["run"]), str(info.get("fedapp"))
+            self._check_rounds(keep_rounds)
             self._forget_rounds(keep_rounds)
             for name in ("summary.json", "error.json", "final.csv", CONFUSIONS, "unseen.csv"):
                 (path / name).unlink(missing_ok=True)
@@ -300,6 +303,29 @@ class RunDirectory:
         self.config = config
         write_toml(self.path / "config.toml", config.replaced(resume=False))
 
+    def _check_rounds(self, last: int) -> None:
+        """Refuse a checkpoint of round `last`, -1 = none, that does not fit `rounds.csv`.
+
+        Raises
+        ------
+        BadRequest : rounds up to the last are missing; without a checkpoint there are two, or final scores.
+        """
+        header, *rows = _read(self.path / "rounds.csv") or [[]]
+        there = {int(row[0]) for row in rows if len(row) == len(header)}
+        if missing := sorted(set(range(1, last + 1)) - there):
+            raise BadRequest(
+                f"{self.path / 'rounds.csv'} lacks round {missing[0]}, which is behind the checkpoint: put a good copy "
+                "of it back, or start a new run"
+            )
+        if last < 0 and len(there) + (self.path / "final.csv").exists() > 1:
+            raise BadRequest(f"{self.path} has rounds and no checkpoint: put checkpoint/ back, or start a new run")
+
+    def sync(self) -> None:
+        """Wait until the tables of the rounds are on the disk."""
+        for path in (self.path, *(self.path / name for name in TABLES)):
+            if path.exists():
+                synced(path)
+
     def _forget_rounds(self, last: int) -> None:
         """Remove what a resumed run does again: rounds after `last`, and what followed the last round.
 
@@ -307,7 +333,7 @@ class RunDirectory:
         of the query before round 1, and of evaluations between rounds that `evaluations.csv` holds. After `final.csv`
         the messages of secure sums in round `last` may be those of `finalize`, which is repeated.
         """
-        for name in ("rounds.csv", "clients.csv", "evaluations.csv", "dropped.csv"):
+        for name in TABLES:
             keep_rows(self.path / name, lambda row: int(row[0]) <= last)
         evaluated = {row["round"] for row in self._rows("evaluations.csv")}
         repeated = last if last and (self.path / "final.csv").exists() else last + 1

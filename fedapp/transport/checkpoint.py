@@ -105,7 +105,7 @@ def save(
     if broken:
         raise StateError(
             f"the server's state after round {server_round} contains NaN or infinity in '{broken}', so it is not "
-            "written: resume the run from the checkpoint before, with a lower lr or with clip"
+            "written: start a new run with a lower lr or with clip"
         )
     arrays, scalars = flatten(state)
     more, values = flatten(remembered)

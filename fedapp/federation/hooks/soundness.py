@@ -47,7 +47,7 @@ class NormGuard(Hook):
 
 
 class TwoVoids(Hook):
-    """Ends the run after two void rounds in a row."""
+    """Ends the run after two void rounds in a row, also when it is resumed without a round to train."""
 
     remembers = ("voids",)
     voids = 0
@@ -56,11 +56,20 @@ class TwoVoids(Hook):
         """Count the void rounds, for the checkpoint of this round."""
         self.voids = self.voids + 1 if outcome.void else 0
 
+    def begin(self, at: Progress) -> None:
+        """Raise `RoundFailed` if no round follows."""
+        if at.round >= self.run.config.federation.num_server_rounds or self.run.hooks.stopped:
+            self.end(at)
+
     def after_round(self, at: Progress, outcome: Outcome) -> None:
         """Raise `RoundFailed` after the second."""
+        self.end(at, f": {outcome.void}")
+
+    def end(self, at: Progress, why: str = "") -> None:
+        """Raise `RoundFailed` if the last two rounds are void."""
         if self.voids > 1:
             raise RoundFailed(
-                f"rounds {at.round - 1} and {at.round} are void: {outcome.void}. Lower lr or set clip if all "
+                f"rounds {at.round - 1} and {at.round} are void{why}. Start a new run: lower lr or set clip if all "
                 "clients are honest, choose robust if one may not be, or allow more with max-growth",
                 at.round,
             )

@@ -161,4 +161,5 @@ class Checkpoint(Hook):
         """Write a checkpoint."""
         run, remembered = self.run, {"Cohort": self.run.cohort.manager.state_dict(), **self.run.hooks.state_dict()}
         folder, records = run.directory.path / "checkpoint", run.strategy.records
+        run.directory.sync()  # a resumed run finds the rows of all rounds behind its checkpoint
         checkpoint.save(folder, at.round, at.state, remembered, run.identity, records)
