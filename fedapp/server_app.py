@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import errno
 import json
 import os
 import sys
@@ -147,9 +145,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
                 refused = config.storage.resume and run is None
                 if out.is_dir() and not refused and not isinstance(e, KeyboardInterrupt):
                     entry = _entry(e, run)
-                    with contextlib.suppress(OSError):  # a full disk has no room for its error either
-                        write_json(out / "error.json", entry)
-                        write_json(out / "summary.json", {"ok": False, "error": entry["message"]})
+                    write_json(out / "error.json", entry)
+                    write_json(out / "summary.json", {"ok": False, "error": entry["message"]})
                 raise
     except BaseException as e:
         if event is not None:
@@ -159,11 +156,11 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
 
 def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
     """Describe a failure: the first error, with the client's own traceback where a client caused it."""
-    bad, full = isinstance(e, BadRequest), os.strerror(errno.ENOSPC) in str(e)
-    message = f"{e}: make room on this disk, then resume the run" if full else f"{type(e).__name__}: {e}"
+    bad, full = isinstance(e, BadRequest), "No space left on device" in str(e)
+    named = bad or full or isinstance(e, RoundFailed)
     entry: dict[str, Any] = {
-        "message": str(e) if bad or isinstance(e, RoundFailed) else message,
-        "traceback": "" if bad or full or isinstance(e, RoundFailed) else "".join(traceback.format_exception(e)),
+        "message": f"{e}{': make room there, then resume the run' * full}" if named else f"{type(e).__name__}: {e}",
+        "traceback": "" if named else "".join(traceback.format_exception(e)),
         "exit": 2 if bad else 1,
         "diverged": isinstance(e, Spoiled),
         "client": None,
@@ -257,9 +254,8 @@ class Run(Setup):
             if self.done > config.federation.num_server_rounds:
                 text = f"{self.out} already holds {counted(self.done, 'round')}; give --rounds {self.done} or more"
                 raise BadRequest(text)
-            stored = configuration.read_toml(self.out / "config.toml")
             if self.start:
-                configuration.check_continues(config, configuration.continued(config, stored), self.done)
+                configuration.check_continued(config, self.out / "config.toml", self.done)
         identity = self.identity_of(config)
         if not resume:
             before = totals.named(config)

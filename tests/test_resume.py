@@ -38,6 +38,8 @@ def test_a_refused_resume_leaves_the_finished_run_as_it_was(tiny: Tiny) -> None:
     before = (result.out / "summary.json").read_text()
     with pytest.raises(BadRequest, match="already holds 2 rounds"):
         run(resume=result.out, rounds=1)
+    with pytest.raises(BadRequest, match=r"leave out out$"):
+        run(resume=result.out, out=result.out / "other")
     assert (result.out / "summary.json").read_text() == before and not (result.out / "error.json").exists()
 
 
@@ -230,7 +232,7 @@ def test_the_reason_of_a_failure_is_todays_and_a_full_disk_is_one_line(
         assert runner.local(config, follower) == 1
     pool._run(config.to_flat())
     said = capfd.readouterr().err
-    assert said == "the run failed: [Errno 28] No space left on device: make room on this disk, then resume the run\n"
+    assert said == "the run failed: [Errno 28] No space left on device: make room there, then resume the run\n"
 
 
 def test_a_later_fault_of_the_server_is_not_blamed_on_an_earlier_client(tmp_path: Path) -> None:

@@ -136,17 +136,15 @@ def run(
     if resume is not None and scale is not None:
         raise BadRequest("--resume takes all settings but --rounds from the run: leave out --scale")
     values = collect(options, sets, recipe.settings if recipe else None, scale)
-    if resume is None and "method" not in values:
-        from fedapp import config
-
-        echo(f"no method given: {config.DEFAULTS['method']}", err=True)
     terminal.announce("reading settings and data")
+    from fedapp import config
     from fedapp.engines import local as engines
     from fedapp.engines import runner
 
+    if resume is None and "method" not in values:
+        echo(f"no method given: {config.DEFAULTS['method']}", err=True)
     if resume is not None:
-        elsewhere = out is not None and out.absolute() != resume.absolute()
-        values = engines.resumed(resume, values, *(["the file"] if file else []), *(["out"] if elsewhere else []))
+        values = engines.resumed(resume, values, *(["the file"] if file else []), out=out)
         out = resume
     elif values.get("resume"):
         raise BadRequest("resume = true names no run: give --resume DIR")

@@ -21,9 +21,9 @@ from pydantic import ValidationError
 from fedapp import registry
 from fedapp.config.checks import (
     check,
-    check_continues,
     check_liars,
     check_node,
+    check_rates,
     check_simulation,
     check_sums,
     check_training,
@@ -39,7 +39,7 @@ from fedapp.models import IDENTITY, default_model, frozen
 from fedapp.settings import unless_auto
 
 __all__ = [
-    "DEFAULTS", "FIELDS", "GROUPS", "KEYS", "RunConfig", "check_continues", "check_liars", "check_node",
+    "DEFAULTS", "FIELDS", "GROUPS", "KEYS", "RunConfig", "check_continued", "check_liars", "check_node",
     "check_simulation", "check_sums", "for_nodes",
 ]  # fmt: skip
 SHOWN = 80
@@ -324,23 +324,31 @@ def _remember(text: str, config: RunConfig) -> None:
         _KNOWN.popitem(last=False)
 
 
-def continued(config: RunConfig, stored: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of the run that `config` continues, from its flat run-config.
+def check_continued(config: RunConfig, stored: Path, done: int) -> None:
+    """Refuse to continue a run with other settings than its own.
+
+    Parameters
+    ----------
+    stored : its `config.toml`.   done : its complete rounds.
 
     Raises
     ------
-    BadRequest : keys other than :data:`CHANGEABLE` have other values now; names them.
+    BadRequest : names the keys that have other values now, or says why its number of rounds must stay.
     """
-    earlier = from_flat(stored)
+    earlier = from_flat(read_toml(stored))
     before, now = earlier.to_flat(), config.to_flat()
-    decided = {key for key in DECIDED if "auto" in str(now[key] or "auto").split(",")}
-    now = from_flat({**now, **{key: before[key] for key in decided}}).to_flat()
-    left_open = {key for key in DECIDED if "auto" in str(before[key] or "auto").split(",")}
-    differing = [key for key in KEYS if key not in {*CHANGEABLE, *left_open} and before[key] != now[key]]
-    if differing:
-        text = "; ".join(f"{key} = {shown(repr(before[key]))}, not {shown(repr(now[key]))}" for key in differing)
+    now = from_flat({**now, **{key: before[key] for key in _left_open(now)}}).to_flat()
+    kept = [key for key in KEYS if key not in {*CHANGEABLE, *_left_open(before)}]
+    if differing := [
+        f"{key} = {shown(repr(before[key]))}, not {shown(repr(now[key]))}" for key in kept if before[key] != now[key]
+    ]:
+        text = "; ".join(differing)
         raise BadRequest(f"a resumed run keeps its settings ({text}): give the former ones, or start a new run")
-    return earlier
+    check_rates(config, earlier, done)
+
+
+def _left_open(flat: Mapping[str, Any]) -> list[str]:
+    return [key for key in DECIDED if "auto" in str(flat[key] or "auto").split(",")]
 
 
 def without_former(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -405,7 +405,7 @@ def check_sums(config: RunConfig, clients: int) -> None:
         )
 
 
-def check_continues(config: RunConfig, earlier: RunConfig, done: int) -> None:
+def check_rates(config: RunConfig, earlier: RunConfig, done: int) -> None:
     """Refuse another number of rounds where it changes the learning rates of rounds that are done.
 
     Parameters

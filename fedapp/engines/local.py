@@ -91,20 +91,21 @@ def run_folder(config: RunConfig, out: Path | None, *, resume: bool) -> Path:
     return folder
 
 
-def resumed(out: Path, given: Mapping[str, Any], *others: str) -> dict[str, Any]:
-    """Return the flat run-config that continues the run in `out`.
+def resumed(place: Path, given: Mapping[str, Any], *others: str, out: Path | None = None) -> dict[str, Any]:
+    """Return the flat run-config that continues the run in `place`, which an `out` may name too.
 
     Raises
     ------
     BadRequest : the run does not exist, or an argument other than the total number of rounds is given (`others` names
         those that are not keys).
     """
-    if named := [*sorted(set(given) - {*configuration.CHANGEABLE[:3]}), *others]:
+    elsewhere = ["out"] if out is not None and absolute(out) != absolute(place) else []
+    if named := [*sorted(set(given) - {*configuration.CHANGEABLE[:3]}), *others, *elsewhere]:
         raise BadRequest(
             f"a resumed run takes everything but the number of rounds, lost-state and track from "
-            f"{out / 'config.toml'}; leave out {', '.join(named)}"
+            f"{place / 'config.toml'}; leave out {', '.join(named)}"
         )
-    out = absolute(out)
+    out = absolute(place)
     check_out(out, resume=True)
     values = configuration.read_toml(out / "config.toml")
     if "method" not in values:
@@ -219,7 +220,7 @@ def run(
     folder, earlier = as_path("out", out), as_path("resume", resume)
     values = flat(settings)
     if earlier is not None:
-        values, folder = resumed(earlier, values), earlier
+        values, folder = resumed(earlier, values, out=folder), earlier
     config = prepare(values, folder)
     show = display.in_notebook() if progress is None else progress
     with runner.Follower() if show else contextlib.nullcontext() as follower:
