@@ -18,6 +18,7 @@ from fedapp.errors import BadRequest
 from fedapp.experiments import compare, tables
 from fedapp.results import tables as printed
 from fedapp.results.answers import Answer, alerts_of, answers_of, payload_of, screen
+from fedapp.results.figures import gains
 from fedapp.results.runs import Comparison, read_comparison
 from tests import madeup
 from tests.madeup import scored as comparison
@@ -363,6 +364,12 @@ def test_scores_on_the_central_test_set_are_called_so_and_a_method_without_one_d
     assert answer.leader == "fedavg" and "Highest mean on central test data: FedAvg, 80.0 %." in shown
     assert "central" in shown.partition("majority")[0].split()
     assert "No differences: training alone has no score on central test data: give another --reference." in shown
+
+
+def test_a_plot_of_scores_on_the_central_test_set_says_so(four: Path) -> None:
+    pd.read_csv(four / "results.csv").assign(headline="global").to_csv(four / "results.csv", index=False)
+    first, *_ = gains.differences([], answered(four), "", "")
+    assert first.title == "Central test rows" and "on the central test rows." in first.caption
 
 
 def test_named_clients_without_test_rows_or_without_a_gain(tmp_path: Path) -> None:

@@ -47,6 +47,10 @@ def differences(runs: Runs, answer: Answer, name: str, suffix: str) -> Iterator[
     for measure, (title, text) in MEASURES.items():
         if not (tests := answer.tests.get(measure)):
             continue
+        if answer.test_data == "central":
+            title, text = (
+                words.replace("clients' own", "central").replace("own", "central") for words in (title, text)
+            )
         known = {v: tests[v] for v in answer.methods if v in tests}
         rows = {answer.name(v): known.get(v, "failed") for v in answer.called if v in known or v not in answer.methods}
         said = "; ".join(f"{answer.name(v)} {in_words(row)}" for v, row in known.items())
