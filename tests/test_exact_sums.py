@@ -231,7 +231,7 @@ def test_a_head_has_the_same_bits_for_every_division(method: str, kind: str, tmp
 def test_a_feature_above_max_abs_is_refused_by_name(tmp_path: Path, tiny: Tiny) -> None:
     place = written(tmp_path / "f.npz", "plain", 6, loud=4)
     given = {"dataset": "npz", "clients": 0, "data_dir": str(place), "method": "fed3r"}
-    with pytest.raises(BadRequest, match="client 4 cannot take part: it has a feature of 30000, and max-abs is 10000"):
+    with pytest.raises(BadRequest, match="client 4 cannot take part: it has a feature of 30000, max-abs is 10000"):
         tiny(**given)
     assert head(tiny(**given, max_abs=1e6))[1]
 

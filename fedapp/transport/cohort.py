@@ -234,10 +234,8 @@ class Cohort(ABC):
             who = f"client {client}" if client >= 0 else "a client"
             raise BadRequest(f"{who} cannot take part: {last_line(registration.reason)}")
         if (largest := registration.largest or 0.0) > (most := self.validation.max_abs):
-            raise BadRequest(
-                f"client {registration.client} cannot take part: it has a feature of {largest:g}, and max-abs is "
-                f"{most:g}: scale the features down, or raise max-abs"
-            )
+            fault = f"it has a feature of {largest:g}, max-abs is {most:g}: scale the features down, or raise max-abs"
+            raise BadRequest(f"client {registration.client} cannot take part: {fault}")
         return registration
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
@@ -387,11 +385,10 @@ class Cohort(ABC):
 
     def _block(self, offence: Dropped, why: str = "") -> None:
         """Send a client no more messages in this run, and leave its node alone."""
-        if offence.client not in self.nodes:
-            return  # it is blocked already
-        node = self._forget(offence.client)
-        found = Blocked(offence.round, offence.client, node, offence.stage, why + offence.reason)
-        self.offences.blocked[offence.client] = found
+        if offence.client not in self.nodes:  # it is blocked already
+            return
+        where = offence.round, offence.client, self._forget(offence.client), offence.stage
+        self.offences.blocked[offence.client] = found = Blocked(*where, why + offence.reason)
         self.event({"kind": "blocked", **found.as_dict()})
 
     def _note_error(self, server_round: int, client: int, stage: str, text: str) -> None:

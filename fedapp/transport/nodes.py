@@ -242,9 +242,8 @@ class NodeCohort(Cohort):
     def _online(self) -> set[int]:
         """Return the nodes that are online and may take part."""
         online = set(patiently(self.grid.get_node_ids)) - self.offences.nodes
-        fault = ""
         try:
-            self.roster = self._read_roster()  # nodes may be admitted, or removed, during a run
+            self.roster, fault = self._read_roster(), ""  # nodes may be admitted, or removed, during a run
         except BadRequest as e:
             fault = f"the roster of before is used: {one_line(e)}"
             if fault != self._fault:
