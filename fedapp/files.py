@@ -68,6 +68,23 @@ def private_folder(folder: Path, durable: bool = False) -> None:
         folder.chmod(0o700)
 
 
+def absolute(path: str | Path) -> Path:
+    """Return an absolute path, `~` resolved.
+
+    Raises
+    ------
+    BadRequest : no such home folder, the current folder is gone, or the path is not UTF-8.
+    """
+    try:
+        found = Path(path).expanduser().absolute()
+        str(found).encode()
+    except UnicodeEncodeError as e:
+        raise BadRequest(f"{path}: this path is not UTF-8: give another, or rename it") from e
+    except (RuntimeError, OSError) as e:
+        raise BadRequest(f"{path}: {e}: give an absolute path") from e
+    return found
+
+
 def check_folder(folder: Path) -> None:
     """Make a folder if it does not exist, and check that a file can be made in it.
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from fedapp.errors import BadRequest, raised
+from fedapp.files import absolute
 
 WHAT = {"methods": "method", "models": "model", "datasets": "data set", "trackers": "tracker"}
 """The entry-point groups, without `fedapp.`, and what one entry of each is."""
@@ -112,7 +113,7 @@ def look_beside(file: Path) -> None:
 
     They come after all others, so that no file next to a configuration takes the place of an installed package.
     """
-    os.environ[BESIDE] = str(file.absolute().parent)
+    os.environ[BESIDE] = str(absolute(file).parent)
     _extend()
 
 

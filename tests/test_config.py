@@ -19,6 +19,7 @@ import pytest
 from fedapp import RunResult, cli, config, files, registry, run, server_app
 from fedapp.config import DEFAULTS, FIELDS, KEYS, from_flat, keys
 from fedapp.engines import local as engines
+from fedapp.engines import runner
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.results import directory as results
@@ -33,10 +34,12 @@ def test_pyproject_declares_every_key_with_its_default() -> None:
     assert {k: type(v) for k, v in declared.items()} == {k: type(v) for k, v in DEFAULTS.items()}
 
 
-def test_a_configuration_survives_its_toml_file(tmp_path: Path) -> None:
+def test_a_configuration_survives_its_toml_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = from_flat({"method": "fedprox", "method-args": "mu=0.5", "alpha": 0.1, "data-dir": 'a "b" c', "lr": 0.02})
     config.write_toml(tmp_path / "c.toml", chosen)
     assert from_flat(config.read_toml(tmp_path / "c.toml")) == chosen
+    runner.print_config(chosen.replaced(state_dir="a\\b"))
+    assert tomllib.loads(capsys.readouterr().out)["state-dir"] == "a\\b"
 
 
 def test_a_configuration_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +237,10 @@ def test_what_does_not_fit_the_data_is_refused_before_training(
 
 
 def test_an_output_directory_must_be_new_and_writable(tmp_path: Path) -> None:
-    taken = tmp_path / "taken"
+    taken = tmp_path / "taken twice"
     taken.mkdir()
     (taken / "notes.txt").write_text("mine")
-    with pytest.raises(BadRequest, match="not empty"):
+    with pytest.raises(BadRequest, match=r"not empty.* --resume '.*/taken twice'$"):
         engines.prepare({}, taken)
     with pytest.raises(BadRequest, match="is a file"):
         engines.prepare({}, taken / "notes.txt")
@@ -378,6 +381,10 @@ def fedapp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         ["run", "--seed", "1", "--set", "seed=2"],
         ["run", "--engine", "cloud"],
         ["run", "--resume", "nowhere"],
+        ["run", "--engine", "local", "--out", "not-utf-8-\udcff"],
+        ["run", "--engine", "local", "--set", "dataset=npz", "--set", "data-dir=~nobody-here/x"],
+        ["partition", "--dataset", "npz", "--set", "data-dir=~nobody-here/x"],
+        ["report", "~nobody-here/x"],
         ["run", "--engine", "local", "--client-gpus", "0.5"],
         ["run", "--superlink", "prod"],
         ["compare", "--methods", "local,nonsense"],
@@ -389,6 +396,17 @@ def test_exit_code_2_and_no_traceback(arguments: list[str], fedapp: Callable[...
     code, _, said = fedapp(*arguments)
     assert code == 2, said
     assert "Traceback" not in said and 0 < len(said.strip().splitlines()) <= 12
+
+
+def test_a_working_folder_that_is_gone_is_a_bad_request(
+    fedapp: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for words in (["show", "run"], ["partition", "--dataset", "npz", "--set", "data-dir=x"]):
+        code, _, said = fedapp(*words)
+        assert code == 2 and "give an absolute path" in said
 
 
 def test_the_key_resume_alone_is_refused(fedapp: Callable[..., tuple[int, str, str]]) -> None:

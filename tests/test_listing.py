@@ -74,7 +74,7 @@ def test_the_hyperparameters_of_every_method_are_listed_with_default_and_meaning
 def test_a_run_takes_a_methods_values_in_brackets(method: str) -> None:
     result = CliRunner().invoke(app, ["run", "--dry-run", "--engine", "local", "--method", method])
     assert result.exit_code == 0, result.output
-    assert {"method = 'fedprox'", "method-args = 'mu=0.5'", "lr = 0.2"} <= set(result.stdout.splitlines())
+    assert {'method = "fedprox"', 'method-args = "mu=0.5"', "lr = 0.2"} <= set(result.stdout.splitlines())
 
 
 @pytest.mark.parametrize(

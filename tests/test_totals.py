@@ -65,6 +65,15 @@ def go(tmp_path: Path, tiny: Tiny) -> Callable[..., RunResult]:
     return run
 
 
+def test_a_relative_path_below_a_folder_with_a_blank_is_named(
+    go: Callable[..., RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my runs").mkdir()
+    monkeypatch.chdir(tmp_path / "my runs")
+    with pytest.raises(BadRequest, match="my runs/t1 has one: rename its folder"):
+        go("fed3r", "p", totals=Path("t1"))
+
+
 def totals(run: RunResult) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     return read_safetensors(run.out / "totals.safetensors")
 

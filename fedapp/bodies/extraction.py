@@ -28,7 +28,7 @@ from fedapp.data.columns import BODY, PARTS, PLAIN, Array, features_problem, own
 from fedapp.data.dataset import Dataset
 from fedapp.data.pictures import Listing
 from fedapp.errors import BadRequest
-from fedapp.files import atomic, explained, locked, private_folder
+from fedapp.files import absolute, atomic, explained, locked, private_folder
 from fedapp.settings import DataSettings
 
 CHUNK = 256
@@ -175,7 +175,7 @@ def extract(given: Source, body: Body, out: Path, made: Make, progress: Callable
     BadRequest : `out` is there; source and body do not fit, before anything is computed; a file cannot be written; or
         features of a row are not finite or all zero.
     """
-    out = out.expanduser().absolute()
+    out = absolute(out)
     if out.suffix != ".npz" or out.exists():
         raise BadRequest(f"{out} exists already: choose another" if out.exists() else f"{out}: give a name with .npz")
     began = time.perf_counter()

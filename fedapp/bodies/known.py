@@ -22,6 +22,7 @@ from typing import Any
 from fedapp import plugins
 from fedapp.data.columns import BODY
 from fedapp.errors import BadRequest, is_number, listed, raised, suggest_choice
+from fedapp.files import absolute
 from fedapp.lazy import nn, torch
 from fedapp.models import weights
 
@@ -266,7 +267,7 @@ def own(
     """
     if bool(mean) != bool(std) or not all(deviation > 0 for deviation in std):
         raise BadRequest("mean and std go together, and a deviation is above 0: give both in grey levels 0 .. 255")
-    words = Path(tokenizer).expanduser() if tokenizer else None
+    words = absolute(tokenizer) if tokenizer else None
     if words is not None and not words.is_file():
         raise BadRequest(f"tokenizer = '{tokenizer}' does not exist: give the tokenizer.json of the body")
     if tokens and words is None:
@@ -277,7 +278,7 @@ def own(
     if not plugins.well_formed(source):
         if stored:
             raise BadRequest(f"'{source}' is a file with its own weights: leave out weights")
-        file = Path(source).expanduser()
+        file = absolute(source)
         if file.suffix.lower() != ".onnx" or not file.is_file():
             raise BadRequest(
                 f"the body '{source}' is not an ONNX file: give FILE.onnx, module:function or one of {', '.join(NAMES)}"

@@ -14,7 +14,7 @@ from fedapp.cli import deployment, listing
 from fedapp.cli.options import Application, Commands, Set, collect
 from fedapp.cli.printing import on_terminal, show
 from fedapp.errors import BadRequest, listed
-from fedapp.files import explained
+from fedapp.files import absolute, explained
 from fedapp.results import terminal
 from fedapp.results.terminal import echo, print_anything
 
@@ -466,7 +466,7 @@ def report(
         page = reporting.write(directory, figures)
     echo(f"report: {short_path(page)}")
     if figures is not None:
-        echo(f"figures: {figures.expanduser().absolute()}")
+        echo(f"figures: {absolute(figures)}")
 
 
 @app.command("show", rich_help_panel="Look at results")

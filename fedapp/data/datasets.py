@@ -49,9 +49,10 @@ from fedapp.data.cache import Store, build_once, cache_root, file_identity, open
 from fedapp.data.columns import BODY, PARTS, PLAIN, Own, form_of, of_clients, read_client, read_npz
 from fedapp.data.columns import own as check_columns
 from fedapp.data.dataset import Dataset
-from fedapp.data.names import PART_OF, entries_of, files_of, is_there, readable, readable_at
+from fedapp.data.names import HUB, PART_OF, entries_of, files_of, is_there, readable, readable_at
 from fedapp.data.pictures import CIFAR10_CLASSES
 from fedapp.errors import BadRequest, raised, suggest_choice
+from fedapp.files import absolute
 from fedapp.lazy import torchvision
 from fedapp.settings import DataSettings
 
@@ -189,7 +190,7 @@ def load(name: str, data_dir: str | Path | None = None, settings: DataSettings =
     Grey stays grey if every picture is grey; transparency is ignored.
     """
     check_name(name)
-    root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
+    root = _root(data_dir)
 
     def built(store: Store) -> dict[str, Any]:
         with readable_at(root):
@@ -203,9 +204,15 @@ def load(name: str, data_dir: str | Path | None = None, settings: DataSettings =
     return found
 
 
+def _root(data_dir: str | Path | None) -> Path | None:
+    """Return the absolute path of a data folder; a name of the hub stays as it is."""
+    place = str(data_dir or "")
+    return Path(place) if place.startswith(HUB) else absolute(place) if place else None
+
+
 def version(name: str, place: str, settings: DataSettings) -> Mapping[str, Any]:
     """Return what tells one version of a node's own files from another: nothing is read but their names and times."""
-    root = Path(place).expanduser()
+    root = absolute(place)
     with readable_at(root):
         return _find(name, root, settings, node=True)[0]
 
@@ -215,7 +222,7 @@ def latest(name: str, data_dir: str | Path | None = None, settings: DataSettings
 
     `load` looks, so a run that begins with it has the data that are there then, and keeps them until its end.
     """
-    root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
+    root = _root(data_dir)
     return _latest.get((name, root, settings.reading)) or load(name, data_dir, settings)
 
 
@@ -223,7 +230,7 @@ def are_features(name: str, data_dir: str) -> bool:
     """Return whether own data are features of a pretrained body, by the names of a file's arrays; no array is read."""
     if name != "npz" or not data_dir:
         return False
-    place = Path(data_dir).expanduser()
+    place = absolute(data_dir)
     with contextlib.suppress(OSError, zipfile.BadZipFile, StopIteration):
         file = place if place.is_file() else next(place.rglob("*.npz"))
         with zipfile.ZipFile(file) as archive:

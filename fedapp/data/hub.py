@@ -17,12 +17,11 @@ import numpy as np
 from fedapp.data import pictures, tables
 from fedapp.data.cache import FULL, file_identity
 from fedapp.data.columns import PARTS, Array, Own, labelled, own
-from fedapp.data.names import assigned, entries_of, is_there, roles
+from fedapp.data.names import HUB, assigned, entries_of, is_there, roles
 from fedapp.errors import BadRequest, suggest_choice
 from fedapp.lazy import datasets, pd
 from fedapp.settings import DataSettings
 
-HUB = "hub:"
 MOST_ENCODED = 256 << 20
 """Largest file of a picture in bytes; one in an archive may be a few bytes there."""
 

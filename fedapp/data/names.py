@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from fedapp.errors import BadRequest, suggest, suggest_choice
+from fedapp.files import absolute
 
 Read = TypeVar("Read")
 SHOWN = 10
 """Files, columns or faults that one message lists."""
 COLUMNS = ("x", "y", "client", "split", "group")
 """What a column of own data may mean."""
+HUB = "hub:"
+"""How the place of data begins that are downloaded."""
 LABELS = ("y", "label", "target")
 """Names of the column of the classes where `columns` does not say it."""
 PART_OF = {
@@ -166,7 +169,7 @@ def is_there(path: Path) -> bool:
 
 def absent(path: Path, advice: str = "") -> BadRequest:
     """Return the error for a path without a file; it names one similar to the first part that is missing."""
-    whole = path.expanduser().absolute()
+    whole = absolute(path)
     missing = next((p for p in reversed((whole, *whole.parents)) if not is_there(p)), None)
     if missing is None:
         return BadRequest(f"{path} is not a file" + (f": {advice}" if advice else ""))

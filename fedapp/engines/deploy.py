@@ -13,6 +13,7 @@ import csv
 import json
 import os
 import queue
+import shlex
 import tempfile
 import threading
 import time
@@ -110,9 +111,8 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     if resume and not (here / "checkpoint").is_dir():
         there = str(configuration.read_toml(here / "config.toml")["out"])
     config = config.replaced(out=there, resume=resume)
-    how_to_resume = (
-        f"to continue after its last complete round: fedapp run --engine deploy --superlink {to.name} --resume {here}"
-    )
+    again = shlex.join(["fedapp", "run", "--engine", "deploy", "--superlink", to.name, "--resume", str(here)])
+    how_to_resume = f"to continue after its last complete round: {again}"
     # SIGTERM ends the following like Ctrl-C, so that the run is stopped.
     with runner.Follower() as follower, supervise.handle_signals(supervise.interrupt, "SIGTERM"):
         follower.line(f"SuperLink {to.name} at {to.address}{' without encryption' if to.insecure else ''}")

@@ -20,6 +20,7 @@ from fedapp.data import datasets
 from fedapp.engines import local, pool
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest
+from fedapp.files import absolute
 
 KEYS = ("data-dir", "columns", "layout", "skip-bad")
 """Run-config keys that say how a data set is read."""
@@ -39,7 +40,7 @@ def source(data: str, text: str, values: Mapping[str, Any]) -> Source:
     """
     if others := sorted(set(values) - set(KEYS)):
         raise BadRequest(f"{others[0]} has no effect on features: leave it out; {', '.join(KEYS)} have")
-    settings, place = configuration.validated(values).data, Path(data).expanduser()
+    settings, place = configuration.validated(values).data, absolute(data)
     if not text and (data in datasets.DATASET_NAMES or data in datasets.installed()):
         return Source(data, settings.data_dir, settings)
     if not text and not place.exists():

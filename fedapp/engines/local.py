@@ -14,10 +14,11 @@ from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data import card, datasets
 from fedapp.data.card import DataCard
-from fedapp.data.hub import HUB
+from fedapp.data.names import HUB
 from fedapp.errors import BadRequest
+from fedapp.files import absolute
 from fedapp.models import IDENTITY
-from fedapp.results.directory import absolute, check_out, new_folder, run_name
+from fedapp.results.directory import check_out, new_folder, run_name
 from fedapp.results.runs import RunResult, read_run
 from fedapp.results.terminal import echo
 from fedapp.tasks import simulated as tasks
@@ -54,10 +55,12 @@ def effective(values: Mapping[str, Any]) -> RunConfig:
         "weights": config.model.weights,
         "partition_file": config.data.partition_file,
     }
-    given = {name: Path(path).expanduser() for name, path in paths.items() if path and not path.startswith(HUB)}
+    given = {name: absolute(path) for name, path in paths.items() if path and not path.startswith(HUB)}
     config = config.replaced(**{name: str(path.absolute()) for name, path in given.items()})
     if stored := getattr(config.method_and_hparams()[1], "totals", ""):
-        place = Path(stored).expanduser().absolute()
+        place = absolute(stored)
+        if len(str(place).split()) > 1:
+            raise BadRequest(f"totals={stored}: method-args end at a blank, and {place} has one: rename its folder")
         args = config.federation.method_args.replace(f"totals={stored}", f"totals={place}")
         config = config.replaced(method_args=args)
     return tasks.settled(config, DEFAULT_CLIENTS)

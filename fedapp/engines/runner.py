@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tomli_w
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -170,8 +171,7 @@ def _examined(config: RunConfig, values: Mapping[str, Any], out: Path | None, en
 
 def print_config(config: RunConfig) -> None:
     """Print a configuration as TOML."""
-    for key, value in config.to_flat().items():
-        echo(f"{key} = {value!r}" if not isinstance(value, bool) else f"{key} = {str(value).lower()}")
+    echo(tomli_w.dumps(config.to_flat()).rstrip())
 
 
 def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float | None = None) -> ClientResources:

@@ -12,8 +12,9 @@ from fedapp import config as configuration
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare as comparing
+from fedapp.files import absolute
 from fedapp.results import terminal
-from fedapp.results.directory import absolute, new_folder, removed_if_empty
+from fedapp.results.directory import new_folder, removed_if_empty
 from fedapp.results.runs import Comparison, read_comparison
 
 KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {

@@ -48,10 +48,10 @@ from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, counted, named_values, suggest_choice
 from fedapp.experiments import grid, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
+from fedapp.files import absolute
 from fedapp.models import IDENTITY, head_width, is_own
 from fedapp.results import answers
 from fedapp.results.directory import (
-    absolute,
     check_out,
     check_writable,
     new_folder,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedapp.errors import BadRequest, first_of, listed
+from fedapp.files import absolute
 from fedapp.lazy import Tensor, nn, torch, torchvision
 
 TORCHVISION = "torchvision.models"
@@ -24,7 +25,7 @@ def _version(path: str) -> tuple[str, ...]:
     ------
     BadRequest : it is not there.
     """
-    file = Path(path).expanduser()
+    file = absolute(path)
     if not file.is_file():
         raise BadRequest(
             f"weights = '{path}' is not a file: give a .safetensors, or a .pt that torch.save(model.state_dict(), "

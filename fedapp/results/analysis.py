@@ -11,6 +11,7 @@ Every function takes a run (`fedapp.results.runs`). Where its directory lacks wh
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ def client_arrays(run: RunResult) -> dict[int, tuple[int, Arrays]]:
                 raise Unavailable(str(e)) from e
             found[client] = int(str(header["round"])), arrays
     if not found:
-        raise Unavailable("the clients' stored states are missing (OUT/state)", f"fedapp run {run.out / RUN_MARK}")
+        again = shlex.join(["fedapp", "run", str(run.out / RUN_MARK)])
+        raise Unavailable("the clients' stored states are missing (OUT/state)", again)
     return found
 
 
@@ -92,7 +94,7 @@ def server_state(run: RunResult) -> Mapping[str, Any]:
     except StateError as e:
         raise Unavailable(f"the checkpoint is damaged ({e})") from e
     if latest is None:
-        raise Unavailable("the checkpoint of the last round is missing", f"fedapp run --resume {run.out}")
+        raise Unavailable("the checkpoint of the last round is missing: put checkpoint/ back")
     return latest[1]
 
 

@@ -34,6 +34,7 @@ import json
 import math
 import platform
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,7 +48,7 @@ from fedapp import __version__
 from fedapp.config import RunConfig, write_toml
 from fedapp.data.names import absent
 from fedapp.errors import BadRequest
-from fedapp.files import atomic, check_folder, locked, synced, writing_to
+from fedapp.files import absolute, atomic, check_folder, locked, synced, writing_to
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
 from fedapp.results.cells import cell, uncelled
@@ -123,7 +124,8 @@ def check_out(out: Path, resume: bool) -> None:
         elif out.exists() and not out.is_dir():
             raise BadRequest(f"{out} is a file; give a folder")
         elif out.is_dir() and any(p.name not in ALLOWED_BEFORE for p in out.iterdir()):
-            raise BadRequest(f"{out} is not empty; give a new folder, or continue the run in it with --resume {out}")
+            again = f"--resume {shlex.quote(str(out))}"
+            raise BadRequest(f"{out} is not empty; give a new folder, or continue the run in it with {again}")
     check_writable(out)
 
 
@@ -136,19 +138,6 @@ def check_writable(folder: Path) -> None:
     """
     with writing_to(folder):
         check_folder(folder)
-
-
-def absolute(folder: Path) -> Path:
-    """Return an absolute path, `~` resolved.
-
-    Raises
-    ------
-    BadRequest : no such home folder, or the current folder is gone.
-    """
-    try:
-        return folder.expanduser().absolute()
-    except (RuntimeError, OSError) as e:
-        raise BadRequest(f"{folder}: {e}") from e
 
 
 def short_path(path: Path) -> Path:

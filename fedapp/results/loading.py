@@ -21,6 +21,7 @@ from fedapp.config import RunConfig
 from fedapp.data import datasets
 from fedapp.data.names import absent, is_there
 from fedapp.errors import BadRequest, suggest
+from fedapp.files import absolute
 from fedapp.learning.state import StateError, read_safetensors
 from fedapp.models import own
 from fedapp.results.analysis import client_folders
@@ -63,7 +64,7 @@ def load(
     >>> net = load("runs/a", client=3)  # doctest: +SKIP
     >>> net.predict(x).argmax(axis=1)  # doctest: +SKIP
     """
-    place, body = Path(run_dir).expanduser(), body.lower()
+    place, body = absolute(run_dir), body.lower()
     if point not in FILES:
         raise BadRequest(f"point = {point!r}: choose from {', '.join(FILES)}")
     if (place / RUN_MARK).is_file():
@@ -101,7 +102,7 @@ def load_with_body(run_dir: str | Path, body: str, **how: Any) -> LoadedModel | 
     """
     if re.fullmatch("[0-9a-fA-F]{8,64}", body):
         return load(run_dir, **how, body=body)
-    heads = _heads(Path(run_dir).expanduser()) if how.get("client") is None else []
+    heads = _heads(absolute(run_dir)) if how.get("client") is None else []
     found, problems = dict[str, WholeModel](), list[BadRequest]()
     for digits in heads:
         try:

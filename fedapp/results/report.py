@@ -22,6 +22,7 @@ from threadpoolctl import threadpool_limits
 from fedapp import config as configuration
 from fedapp import registry
 from fedapp.errors import BadRequest, plain
+from fedapp.files import absolute
 from fedapp.registry import method_title, title_of
 from fedapp.results import figures
 from fedapp.results.answers import (
@@ -75,7 +76,7 @@ def write(directory: str | Path, figures_to: str | Path | None = None) -> Path:
         write_text(target, page)
         if figures_to is not None:
             for drawing in gallery.drawings:
-                drawing.save(Path(figures_to).expanduser().absolute())
+                drawing.save(absolute(figures_to))
     except OSError as e:
         raise BadRequest(f"{e.filename or found.out} cannot be written ({e.strerror})") from e
     return target

@@ -30,6 +30,7 @@ from fedapp.data.card import in_lines
 from fedapp.data.names import absent, is_there
 from fedapp.data.partitions import PARTITION_PARAMETER, UNION
 from fedapp.errors import BadRequest
+from fedapp.files import absolute
 from fedapp.lazy import pd
 from fedapp.learning.metrics import mean, summarise
 from fedapp.results import forms
@@ -475,7 +476,7 @@ def read_run(path: str | Path) -> RunResult:
     ------
     BadRequest : there is no `config.toml`, or it is not TOML.
     """
-    run = RunResult(Path(path).expanduser().absolute())
+    run = RunResult(absolute(path))
     return replace(run, label=run.method)
 
 
@@ -558,7 +559,7 @@ def read_comparison(path: str | Path) -> Comparison:
     ------
     BadRequest : there is none.
     """
-    path = Path(path).expanduser().absolute()
+    path = absolute(path)
     folders = sorted(p.parent for depth in range(1, 5) for p in path.glob("*/" * depth + RUN_MARK))
     searched = _searched(path)
     runs = [
@@ -633,7 +634,7 @@ def folder_at(path: str | Path) -> Path:
     ------
     BadRequest : it does not exist, or is a file.
     """
-    path, advice = Path(path).expanduser().absolute(), "give a run directory or the folder of a comparison"
+    path, advice = absolute(path), "give a run directory or the folder of a comparison"
     if not is_there(path):
         raise absent(path, advice)
     if not path.is_dir():

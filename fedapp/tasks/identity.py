@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from fedapp import plugins
 from fedapp.config import RunConfig
 from fedapp.data import datasets
+from fedapp.files import absolute
 from fedapp.models import is_own, own, weights
 from fedapp.tasks.public import public_source
 
@@ -49,7 +49,7 @@ def of_files(config: RunConfig) -> dict[str, str]:
     classes = [f"{kind.__module__}:{kind.__name__}" for kind in (method.strategy, method.client)]
     others = [*map(str.strip, config.evaluation.metrics.split(",")), *classes]
     found = code_of([*models, *(t for t in others if t.partition(":")[0].split(".")[0] not in OWN_ROOMS)])
-    if config.model.weights and Path(config.model.weights).expanduser().is_file():
+    if config.model.weights and absolute(config.model.weights).is_file():
         found["weights"] = weights.checksum(config.model.weights)
     return found
 

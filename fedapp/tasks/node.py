@@ -35,7 +35,7 @@ from fedapp.data.moments import Samples
 from fedapp.data.names import composed, is_there
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, counted, listed, plain, suggest, suggest_choice
-from fedapp.files import check_folder, explained
+from fedapp.files import absolute, check_folder, explained
 from fedapp.lazy import torch
 from fedapp.learning.task import Task
 from fedapp.models import ADAPTER, IDENTITY, MODEL_NAMES, check_form, check_model, is_own, own
@@ -266,7 +266,7 @@ class Node(BaseModel):
                     f"model '{name}' is not among the models of fedapp, and a node imports no code that a server "
                     f"names: its owner can allow it in the node-config, allow='{code}'"
                 )
-            data = [Path(self.data_path).expanduser()] if self.data_path else []
+            data = [absolute(self.data_path)] if self.data_path else []
             plugins.check_place(code, Path.cwd(), *data, *(d.parent for d in data if d.is_file()))
 
     def _check_replies(self, config: RunConfig) -> None:
@@ -322,7 +322,7 @@ class Node(BaseModel):
         BadRequest : it is not writable.
         """
         chosen = self.state_dir or os.environ.get("FEDAPP_STATE", "") or "~/.fedapp/state"
-        root = Path(chosen).expanduser().absolute()
+        root = absolute(chosen)
         user = os.getuid() if hasattr(os, "getuid") else ""
         with explained(f"state-dir {root} cannot be written", f"give a folder that user {user} owns"):
             check_folder(root)
@@ -382,7 +382,7 @@ def own_data(
         raise BadRequest(
             "normalise = 'data' needs the rows of all clients, which real nodes do not share: choose client, or auto"
         )
-    place = Path(path).expanduser()
+    place = absolute(path)
     if not is_there(place):
         raise BadRequest(f"data-path {place} does not exist on this node: mount or copy the data there")
     extracts = of_text(body) if body else None
@@ -462,9 +462,9 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
     if node.model:
         config = config.replaced(weights="", freeze="")  # those of the run are for its own model
     elif node.weights_dir and config.model.weights:
-        config = config.replaced(weights=str(Path(node.weights_dir).expanduser() / Path(config.model.weights).name))
+        config = config.replaced(weights=str(absolute(node.weights_dir) / Path(config.model.weights).name))
     if node.data_dir or node.own:  # with own data the node reads nothing that the run names
-        folder = str(Path(node.data_dir).expanduser().absolute()) if node.data_dir else ""
+        folder = str(absolute(node.data_dir)) if node.data_dir else ""
         config = config.replaced(data_dir=folder)
     if node.own:
         data = own_data(node.data_path, federation_classes(config), config.data, node.features_with, node.features_text)

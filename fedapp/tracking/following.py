@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -165,7 +166,7 @@ class Trackers:
         except Exception as e:
             self.working.pop(name, None)
             why = f"{name} failed, the run goes on without it ({raised(e)[:600]})"
-            self.tell(f"{why}; fedapp track {self.out} --to {name} catches up")
+            self.tell(f"{why}; fedapp track {shlex.quote(str(self.out))} --to {name} catches up")
 
     def _begin(self, done: int, clients: int) -> None:
         self.many = clients > MOST_CURVES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ class TensorBoard(Tracker):
     def __init__(self, run: Tracked) -> None:
         self.run = run
         folder = run.out / "tensorboard"
-        self.where = f"tensorboard --logdir {folder}"
+        self.where = f"tensorboard --logdir {shlex.quote(str(folder))}"
         self.key = folder.name
         self.step = run.step
         self.writer = SummaryWriter(str(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class Wandb(Tracker):
         self.session.define_metric("step")
         self.session.define_metric("*", step_metric="step")
         # A resumed run has several folders of one id; W&B puts them together in the order of their beginnings.
-        sync = f"wandb sync {run.out / 'wandb'}/offline-run-*-{self.key}"
+        sync = f"wandb sync {shlex.quote(str(run.out / 'wandb'))}/offline-run-*-{self.key}"
         self.where = f"offline, to send it: {sync}" if mode == "offline" else str(self.session.url or f"mode {mode}")
 
     def log(self, step: int, scores: Mapping[str, float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,7 +50,7 @@ def made(runs: Iterable[RunResult], make: Callable[[RunResult], _T]) -> Iterator
 
 def unfinished(run: RunResult, why: str) -> Unavailable:
     """Return the error of a run that has not got far enough."""
-    return Unavailable(why, f"fedapp run --resume {run.out}")
+    return Unavailable(why, f"fedapp run --resume {shlex.quote(str(run.out))}")
 
 
 def named(protocol: str) -> str:
