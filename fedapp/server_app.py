@@ -40,7 +40,7 @@ from fedapp.federation.hooks.training import BestModel, Checkpoint, EarlyStop, P
 from fedapp.federation.loop import federate
 from fedapp.federation.participants import Participants, Progress
 from fedapp.federation.summary import memory_needed, privacy_stated, summary
-from fedapp.learning.state import write_safetensors
+from fedapp.learning.state import StateError, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import ClientInfo, Payload, ServerContext, ServerState
 from fedapp.models import frozen
@@ -157,7 +157,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
 def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
     """Describe a failure: the first error, with the client's own traceback where a client caused it."""
     bad, full = isinstance(e, BadRequest), "No space left on device" in str(e)
-    named = bad or full or isinstance(e, RoundFailed)
+    named = bad or full or isinstance(e, (RoundFailed, StateError))
     entry: dict[str, Any] = {
         "message": f"{e}{': make room there, then resume the run' * full}" if named else f"{type(e).__name__}: {e}",
         "traceback": "" if named else "".join(traceback.format_exception(e)),

@@ -10,16 +10,15 @@ import pandas as pd
 import pytest
 
 from clients.base import FedClient
-from fedapp import config
+from fedapp import config, server_app
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from fedapp.federation.hooks.scores import ValidationChoice
-from fedapp.learning.state import read_safetensors
+from fedapp.learning.state import StateError, read_safetensors
 from fedapp.results import tables
 from fedapp.results.directory import RunDirectory
 from fedapp.results.runs import RunResult
 from fedapp.transport import checkpoint
-from fedapp.transport.traffic import RoundFailed
 from tests.matrix import methods
 
 Tiny = Callable[..., RunResult]
@@ -128,8 +127,9 @@ def test_a_resumed_run_chooses_the_same(method: str, last: int, tiny: Tiny, monk
 
 def test_a_chosen_state_that_is_lost_is_one_line(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ValidationChoice, "best_round", lambda self: 7)
-    with pytest.raises(RoundFailed, match="round 7, which validation rows chose, cannot be scored"):
+    with pytest.raises(StateError, match=r"selected/round-000007.* put a good copy of it back") as failed:
         tiny(method="fedavg", rounds=1, **CHOOSING)
+    assert server_app._entry(failed.value, None)["traceback"] == ""
 
 
 def test_without_validation_scores_the_last_round_is_scored_with_a_warning(

@@ -338,11 +338,8 @@ def check_continued(config: RunConfig, stored: Path, done: int) -> None:
     earlier = from_flat(read_toml(stored))
     before, now = earlier.to_flat(), config.to_flat()
     now = from_flat({**now, **{key: before[key] for key in _left_open(now)}}).to_flat()
-    kept = [key for key in KEYS if key not in {*CHANGEABLE, *_left_open(before)}]
-    if differing := [
-        f"{key} = {shown(repr(before[key]))}, not {shown(repr(now[key]))}" for key in kept if before[key] != now[key]
-    ]:
-        text = "; ".join(differing)
+    other = [key for key in KEYS if key not in {*CHANGEABLE, *_left_open(before)} and before[key] != now[key]]
+    if text := "; ".join(f"{key} = {shown(repr(before[key]))}, not {shown(repr(now[key]))}" for key in other):
         raise BadRequest(f"a resumed run keeps its settings ({text}): give the former ones, or start a new run")
     check_rates(config, earlier, done)
 

@@ -210,8 +210,8 @@ def _number(path: Path) -> int:
     return int(path.name.split(".")[0].removeprefix("round-"))
 
 
-def _read(path: Path) -> Found:
-    arrays, header, _ = read_checked(path, remedy="a resumed run uses the one before")
+def _read(path: Path, remedy: str = "a resumed run uses the one before") -> Found:
+    arrays, header, _ = read_checked(path, remedy=remedy)
     try:
         order = header.get("order", list(arrays))
         more = {n.removeprefix(_REMEMBERED): a for n, a in arrays.items() if n.startswith(_REMEMBERED)}
@@ -221,7 +221,7 @@ def _read(path: Path) -> Found:
             raise TypeError("scalars, remembered and round are not a dict, a dict and a number")
         return server_round, unflatten(arrays, scalars), unflatten(more, remembered)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise StateError(f"{path} cannot be read ({type(e).__name__}: {e}); a resumed run uses the one before") from e
+        raise StateError(f"{path} cannot be read ({type(e).__name__}: {e}); {remedy}") from e
 
 
 def link(folder: Path, server_round: int, to: Path) -> None:
@@ -254,7 +254,7 @@ def load(folder: Path, server_round: int) -> Found:
     ------
     StateError : it is not there or cannot be read.
     """
-    return _read(path_of(folder, server_round))
+    return _read(path_of(folder, server_round), "put a good copy of it back, or start a new run")
 
 
 def path_of(folder: Path, server_round: int) -> Path:

@@ -8,11 +8,10 @@ import numpy as np
 
 from fedapp.federation.hook import Hook, Setup
 from fedapp.federation.participants import Outcome, Progress, stored
-from fedapp.learning.state import StateError
 from fedapp.method import ServerState
 from fedapp.transport import checkpoint
 from fedapp.transport.request import RoundRequest
-from fedapp.transport.traffic import Exchange, RoundFailed, Spoiled
+from fedapp.transport.traffic import Exchange, Spoiled
 
 SELECTED = "selected"
 """Folder of the server's state after the round that validation images have chosen so far."""
@@ -103,10 +102,7 @@ class ValidationChoice(Hook):
         self.run.tell({"kind": "selected", "round": best})
         self.run.directory.sync()
         checkpoint.only(self.folder, best)
-        try:
-            chosen = stored(self.folder, best)
-        except StateError as e:
-            raise RoundFailed(f"round {best}, which validation rows chose, cannot be scored: {e}", best) from e
+        chosen = stored(self.folder, best)
         self.run.cohort.restore(chosen)
         return chosen
 
