@@ -647,7 +647,8 @@ def _report(out: Path, finished: Sequence[Job]) -> None:
 
         report.write(out)
     except Exception as e:
-        echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {short_path(out)} tries again)", err=True)
+        again = shlex.join(["fedapp", "report", str(short_path(out))])
+        echo(f"no report.html: {type(e).__name__}: {e} ({again} tries again)", err=True)
 
 
 def differences(jobs: Sequence[Job], tuned: Mapping[str, Sequence[str]] | None = None) -> list[str]:
