@@ -32,6 +32,7 @@ from fedapp.reduce.reader import Check, Policy, Reader, Schema
 from fedapp.reduce.scaling import KIND
 from fedapp.reduce.spec import Query
 from fedapp.sampling import rng, sample_clients
+from fedapp.settings import unless_auto
 from fedapp.transport.boundary import LARGE, Contract, decoded_problem
 from fedapp.transport.records import Encoder, decoded, encoded
 from strategies._maths import Maths
@@ -60,7 +61,11 @@ class FlowerStrategy(FedAvg):
         self, maths: Maths, *, policy: Policy | None = None, seed: int = 0, max_abs: float = LARGE, **flower: Any
     ) -> None:
         FedAvg.__init__(self, **flower)
-        self.maths, self.policy, self.seed, self.max_abs = maths, policy or Policy(), seed, max_abs
+        policy = policy or Policy()
+        cap, growth = unless_auto(policy.robust.count_cap, 2.0 * bool(policy.robust.rules)), policy.robust.max_growth
+        robust = policy.robust.replaced(count_cap=cap, max_growth=unless_auto(growth, 0.0))
+        self.maths, self.seed, self.max_abs = maths, seed, max_abs
+        self.policy = dataclasses.replace(policy, robust=robust)
         self._state: ServerState | None = None
         self._clients: dict[int, int] = {}  # node id -> client id
         self._whole: Arrays = {}  # the initial arrays of the app, by name
@@ -68,9 +73,18 @@ class FlowerStrategy(FedAvg):
         self._round = 0
         self._sample = (0, 1)  # nodes wanted, nodes connected
         self._counted = False  # whether a reply to `train` has counted
+        self._timeout = 3600.0  # seconds for the replies of an exchange, as in `start`
         self._problem = ""  # why the last reply to `train` that did not count did not
 
-    def start(self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any) -> Result:
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Result:
         """Run Flower's loop from `initial_arrays`, then what the method does after its last round.
 
         Returns
@@ -85,9 +99,9 @@ class FlowerStrategy(FedAvg):
         RuntimeError : no reply of any round counted.
         """
         self._state, self._clients, self._round = None, {}, 0
-        self._counted, self._problem = False, ""
+        self._counted, self._problem, self._timeout = False, "", timeout
         self._take(initial_arrays)
-        result = super().start(grid, initial_arrays, *args, **kwargs)
+        result = super().start(grid, initial_arrays, num_rounds, timeout, *args, **kwargs)
         if self._round and self.fraction_train and not self._counted:
             rounds = f"{self._round} round{'s' * (self._round > 1)}"
             raise RuntimeError(
@@ -169,7 +183,9 @@ class FlowerStrategy(FedAvg):
         counts = [reply.num_samples for reply, _ in good]
         believed = self.policy.believed((reply for reply, _ in good), counts)
         self._state = self.aggregate(self._state, server_round, believed)
-        return self._record(), self.train_metrics_aggr_fn([content for _, content in good], self.weighted_by_key)
+        return self._record(), self.train_metrics_aggr_fn(
+            _alike([content for _, content in good]), self.weighted_by_key
+        )
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -375,9 +391,24 @@ class FlowerStrategy(FedAvg):
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
             connected = set(grid.get_node_ids())
             messages = [Message(content, node, stage) for node in self._clients if node in connected]
-            return (reply for reply, _ in self._checked(grid.send_and_receive(messages), stage, repeated))
+            return (
+                reply
+                for reply, _ in self._checked(grid.send_and_receive(messages, timeout=self._timeout), stage, repeated)
+            )
 
         return self.reader.query(asked)
+
+
+def _alike(contents: list[RecordDict]) -> list[RecordDict]:
+    """Return the replies with the metrics that most replies have: a mean needs the same ones of all."""
+    forms = [
+        {n: len(v) if isinstance(v, list) else -1 for of in content.metric_records.values() for n, v in of.items()}
+        for content in contents
+    ]
+    usual = max(forms, key=forms.count)
+    if others := len(forms) - forms.count(usual):
+        log(WARNING, "%s replies have other metrics than most, and do not count in their mean", others)
+    return [content for content, form in zip(contents, forms, strict=True) if form == usual]
 
 
 def _under(name: str, prefixes: tuple[str, ...]) -> bool:

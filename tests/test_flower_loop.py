@@ -20,7 +20,9 @@ from fedapp import registry
 from fedapp.core.classwise import norm_distribution
 from fedapp.errors import BadRequest
 from fedapp.method import BaseHParams, Payload
+from fedapp.reduce.reader import Policy
 from fedapp.sampling import sample_clients
+from fedapp.settings import RobustnessSettings
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from strategies import cfl, cwfedavg, fedamp, fedavg, fedavgm, fedclassavg, fedgh, fedper, lgfedavg
 
@@ -214,10 +216,42 @@ def test_a_query_after_the_last_round_reaches_every_client() -> None:
             found.extend((r.client, r.kind, float(r.arrays["size"][0])) for r in replies)
             return state
 
+    class Timed(LocalGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            limits.append(timeout)
+            return super().send_and_receive(messages, timeout=timeout)
+
     found: list[tuple[int, str, float]] = []
+    limits: list[float | None] = []
     method = dataclasses.replace(fedavg.METHOD, extra_up=("size",))
-    Asking(method, BaseHParams()).start(LocalGrid(app, {}, 3), initial(), num_rounds=1)
+    Asking(method, BaseHParams()).start(Timed(app, {}, 3), initial(), num_rounds=1, timeout=30)
     assert found == [(k, "query.size", 2.0 * SIZES[k]) for k in range(3)]
+    assert set(limits) == {30}, "the time limit holds for queries too"
+
+
+def test_metrics_of_a_few_replies_do_not_count_in_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Foreign.fit
+
+    def more(self: Foreign, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:
+        arrays, size, metrics = fit(self, parameters, config)
+        return arrays, size, metrics | ({"lr": [1.0, 2.0]} if size == SIZES[0] else {})
+
+    monkeypatch.setattr(Foreign, "fit", more)
+    strategy = fedavg.METHOD.strategy(fedavg.METHOD, BaseHParams(), fraction_evaluate=0.0)
+    result = strategy.start(
+        LocalGrid(client_app(), {}, 3), initial(), num_rounds=1, train_config=ConfigRecord({"lr": 0.25})
+    )
+    assert result.train_metrics_clientapp[1]["lr"] == pytest.approx(0.25)
+
+
+def test_a_policy_may_leave_limits_to_the_rules() -> None:
+    policy = Policy(RobustnessSettings(robust="median"))
+    strategy = fedavg.METHOD.strategy(fedavg.METHOD, BaseHParams(), policy=policy, fraction_evaluate=0.0)
+    found = values(strategy.start(LocalGrid(client_app(), {}, 3), initial(), num_rounds=1).arrays)
+    for name, n in zip(SHAPES, range(len(SHAPES))):
+        np.testing.assert_allclose(
+            found[name], 0.5 + np.median([Foreign(k).step[n] for k in range(3)], axis=0), rtol=1e-5
+        )
 
 
 def test_a_client_fn_that_names_nothing_works_by_position() -> None:

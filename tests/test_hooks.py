@@ -318,6 +318,7 @@ def test_dropped_answers_from_before_round_1_stay_with_the_state_of_round_0(
 ) -> None:
     """A run without that state asks again."""
     result = tiny(method="local", rounds=1)
+    (result.out / "final.csv").unlink()
     path = result.out / "dropped.csv"
     path.write_text("round,client,stage,reason\n0,1,query.prepare,late\n1,1,train,late\n")
     RunDirectory(result.out, result.config, known)
@@ -327,7 +328,7 @@ def test_dropped_answers_from_before_round_1_stay_with_the_state_of_round_0(
 @pytest.mark.parametrize("ended", [False, True])
 def test_dropped_messages_of_secure_sums_stay_with_their_round(ended: bool, tiny: Tiny) -> None:
     """After `final.csv` those of the last round may be those of `finalize`, which is repeated."""
-    result = tiny(method="local", rounds=1)
+    result = tiny(method="local", rounds=2)
     if not ended:
         (result.out / "final.csv").unlink()
     rows = ["0,1,query.prepare,late", "0,1,query.keys,late", "1,1,query.shares,late", "1,1,train,late"]

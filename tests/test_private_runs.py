@@ -12,18 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from fedapp import client_app
+from fedapp import client_app, registry
 from fedapp.config import check_node, dp_rules, from_flat
 from fedapp.core.privacy import Joint
 from fedapp.core.sums import FeatureSums
 from fedapp.engines import local
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
+from fedapp.federation.hooks.training import Checkpoint, PrivacySpent
 from fedapp.learning.releases import Ledger
 from fedapp.method import Reply
 from fedapp.models import build_model
 from fedapp.tasks import simulated
 from fedapp.tasks.node import Node, node_task
+from fedapp.transport.ledger import StateLedger
 from fedapp.transport.traffic import RoundFailed
 from tests.test_nodes import THREE, share, start
 
@@ -185,6 +187,81 @@ def test_updates_count_equally_and_their_noise_is_the_stated_one(tiny: Tiny, no_
     one, two = (read_safetensors(r.out / "models" / "last.safetensors")[0] for r in (found, start_from))
     moved = np.concatenate([(one[n] - two[n]).ravel() for n in one])
     assert moved.std() == pytest.approx(0.5e-3 / np.sqrt(3), rel=0.05)
+
+
+def test_a_repeated_exchange_sends_the_same_statistics_again(
+    tiny: Tiny, no_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is killed after its clients have released what the budget allows, and before the server has kept it."""
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for method, args, stage in (("fedncm", "base=none", "after_query"), ("fedgh", "", "after_round")):
+        out = tmp_path / method
+        with monkeypatch.context() as patch:
+            patch.setattr(PrivacySpent, stage, killed)
+            with pytest.raises(KeyboardInterrupt):
+                tiny(method=method, method_args=args, rounds=1, dp="example", out=out)
+        found = local.run(resume=out)
+        assert found.summary["privacy"]["releases"] == 1 and found.summary["privacy"]["epsilon"] <= 8
+        assert [len(v) for v in ledgers(out / "state").values()] == [1, 1, 1]
+
+
+def test_a_killed_round_costs_a_release_and_a_resumed_run_may_end_earlier(
+    tiny: Tiny, no_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The noise stays that of the first number of rounds, so one round fewer is within the budget."""
+    save, out = Checkpoint.save, tmp_path / "cut"
+
+    def killed(self: Checkpoint, at: Any) -> None:
+        if at.round == 2:
+            raise KeyboardInterrupt
+        save(self, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tiny(method="lgfedavg", rounds=3, dp="client", clip_update=1.0, out=out)
+    found = local.run(resume=out, rounds=2)
+    assert found.summary["privacy"]["releases"] == 3 and found.summary["privacy"]["epsilon"] == pytest.approx(8, 1e-3)
+
+
+def test_epsilon_bounds_replies_that_did_not_count(tiny: Tiny, no_page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = StateLedger.problem
+
+    def lost(self: StateLedger, client: int, info: Any, metrics: Any) -> str | None:
+        return "lost" if client == 0 and metrics["dp-releases"] == 2 else problem(self, client, info, metrics)
+
+    monkeypatch.setattr(StateLedger, "problem", lost)
+    common: dict[str, Any] = {"method": "lgfedavg", "dp": "client", "clip_update": 1.0, "min_replies": 0.3}
+    stated = tiny(**common, rounds=2).summary["privacy"]
+    assert stated["unstated"] == 1 and stated["epsilon"] >= 8 > 0
+    stated = tiny(**common, rounds=3).summary["privacy"]
+    assert "unstated" not in stated, "its next reply states all of its releases"
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [{"dp-epsilon": 1e6}, {"dp-epsilon": float("nan")}, {"dp-epsilon": -1.0}, {"dp-epsilon": [1.0]},
+     {"dp-releases": 10**9}, {"dp-releases": -1}, {"dp-releases": 1.5}],
+)  # fmt: skip
+def test_a_client_states_no_epsilon_that_no_budget_allows(metrics: dict[str, Any]) -> None:
+    assert "it states" in str(StateLedger().problem(0, {}, metrics))
+    assert StateLedger().problem(0, {}, {"dp-epsilon": 8.0, "dp-releases": 3}) is None
+
+
+def test_noise_on_updates_has_no_limit_of_growth() -> None:
+    for dp, growth in (("client", 0.0), ("none", 10.0)):
+        config = from_flat({"method": "fedclassavg", "dp": dp, "clip-update": 1.0 if dp == "client" else 0.0})
+        assert config.resolved(simulation=False).robustness.max_growth == growth
+
+
+def test_the_page_names_the_methods_with_noised_statistics() -> None:
+    page = Path(__file__).parents[1] / "docs" / "privacy.md"
+    row = next(line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `example` |"))
+    methods = [m for m in registry.discover().values() if m.units(m.hparams()) == ("example",)]
+    assert {name.strip() for name in row.split("|")[4].split(",")} == {m.title for m in methods}
 
 
 # ---- real nodes ------------------------------------------------------------------------------------------------------

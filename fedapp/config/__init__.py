@@ -48,8 +48,8 @@ FORMER = ("cuda-graphs", "compile")
 """Removed keys, which earlier versions wrote into every `config.toml`; files that have them are read without them."""
 CHANGEABLE = ("num-server-rounds", "lost-state", "track", "out", "resume")
 """Keys that may have other values when a run is resumed."""
-DECIDED = ("clients", "model", "partition")
-"""Keys that data and clients decide where their value is 0 or auto."""
+DECIDED = ("clients", "model", "partition", "dp-noise")
+"""Keys that data, clients or the budget decide where their value is 0 or auto."""
 OWN_SETTINGS = (
     "lr", "optimizer", "momentum", "weight-decay", "clip", "augment", "local-epochs", "batch-size", "model",
     "precision", "buffers", "wire-dtype", "optimizer-args", "lr-schedule", "warmup-rounds", "lr-schedule-steps",

@@ -161,7 +161,8 @@ class RunConfig(BaseModel):
         capped = "count-cap" in method.guarded_by(hparams) or self.privacy.dp == "example"
         return self.replaced(
             count_cap=unless_auto(guard.count_cap, cap if capped and not self.secure.secure_sum else 0.0),
-            max_growth=unless_auto(guard.max_growth, 0.0 if simulation else 10.0),
+            # Noise of `dp = client` makes an honest update far longer than a model.
+            max_growth=unless_auto(guard.max_growth, 0.0 if simulation or self.privacy.dp == "client" else 10.0),
             min_replies=unless_auto(federation.min_replies, 1.0 if simulation else 0.5),
             min_clients=unless_auto(federation.min_clients, 0),
         )

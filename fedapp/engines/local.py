@@ -113,6 +113,10 @@ def resumed(place: Path, given: Mapping[str, Any], *others: str, out: Path | Non
     values = configuration.read_toml(out / "config.toml")
     if "method" not in values:
         raise BadRequest(f"{out / 'config.toml'} names no method: put a good copy of it back, or start a new run")
+    if values.get("dp") == "client" and values.get("dp-noise", "auto") == "auto" and "num-server-rounds" in given:
+        # The noise of the other rounds follows from the first number of rounds, and so does the rest of the budget.
+        stated = configuration.from_flat(values).mechanism
+        values["dp-noise"] = stated.noise if stated else "auto"
     return {**values, **given, "resume": True, "out": str(out)}
 
 

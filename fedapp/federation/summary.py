@@ -178,7 +178,10 @@ def privacy(run: Setup) -> dict[str, Any]:
     stated, spent, secure = run.config.mechanism, run.hooks.one(PrivacySpent), run.config.secure
     if stated is None:
         return {}
-    found = {"unit": stated.unit, **spent.state_dict(), "delta": stated.delta, "noise": stated.noise or None}
+    found: dict[str, Any] = {"unit": stated.unit, "epsilon": spent.epsilon, "releases": spent.releases}
+    found |= {"delta": stated.delta, "noise": stated.noise or None}
+    if spent.unstated:  # a lost reply may have released as much as the budget allows
+        found |= {"epsilon": max(spent.epsilon or 0.0, stated.epsilon), "unstated": len(spent.unstated)}
     if stated.sgd:  # without a noise each client has its own
         found |= {"mechanism": "DP-SGD", "clip": stated.bound}
     if secure.secure_sum:

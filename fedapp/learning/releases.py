@@ -20,6 +20,7 @@ round nothing can be said, and a release for clients is refused after one for im
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -180,8 +181,8 @@ class Ledger:
         if after > privacy.epsilon * (1 + ROUNDING):
             raise BadRequest(
                 f"a further release would spend epsilon = {after:.4g} of {privacy.epsilon:g} (delta = "
-                f"{privacy.delta:g}), and {len(entries)} earlier ones spent {before:.4g}: fewer rounds, more noise "
-                "(dp-noise), or a larger budget"
+                f"{privacy.delta:g}), and {len(entries)} earlier ones spent {before:.4g}: resume "
+                "with fewer rounds (--rounds), or begin a run with more noise (dp-noise) or a larger budget"
             )
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -273,6 +274,25 @@ class Releaser:
                 ) from e
             self.steps = (found + known).astype(np.int64)
         return found * step + around
+
+    def release_once(self, values: Float64, sensitivity: float, what: str) -> tuple[Float64, bool]:
+        """Return `release`, and whether an earlier process of this run has made it: repeating it reveals nothing more.
+
+        Test noise, and shares of the noise on a sum, are drawn each time.
+        """
+        if self.privacy.test or self.privacy.summed:
+            return self.release(values, sensitivity, what), False
+        ledger, run = self.ledger.path, hashlib.sha256(f"{self.about.get('run')} {what}".encode()).hexdigest()[:16]
+        kept = ledger.with_name(f"{ledger.stem}.{run}.npy")
+        with contextlib.suppress(OSError, ValueError):
+            if (before := np.load(kept, allow_pickle=False)).shape == values.shape:
+                return before, True
+        found = self.release(values, sensitivity, what)
+        for former in ledger.parent.glob(f"{ledger.stem}.*.npy"):
+            former.unlink(missing_ok=True)
+        with atomic(kept, durable=True) as part, part.open("wb") as file:
+            np.save(file, found)
+        return found, False
 
     def training(self, count: int, epochs: int, numbers: int, booked: bool) -> NoisySteps:
         """Return what makes the steps of a local training private (`privacy.sgd`), after the training is booked.

@@ -31,10 +31,11 @@ class Client(Protocol):
     task: Task
     model: SplitModel
     releaser: Releaser | None
+    released: bool
 
 
 def release(client: Client, rows: Iterable[tuple[Tensor, Tensor]], squares: Squares, what: str) -> Arrays:
-    """Return noised counts, sums and second moments of features; the release is booked before.
+    """Return noised counts, sums and second moments of features, booked before; in one run always the same.
 
     Parameters
     ----------
@@ -63,4 +64,5 @@ def release(client: Client, rows: Iterable[tuple[Tensor, Tensor]], squares: Squa
     if squares != "none":
         moments: list[Any] = [pack(part.squares()) for part in found]
         exact["square"] = moments[0] if apart == 1 else torch.stack([torch.from_numpy(m) for m in moments]).numpy()
-    return joint.parts(client.releaser.release(joint.vector(exact), joint.sensitivity, what))
+    numbers, client.released = client.releaser.release_once(joint.vector(exact), joint.sensitivity, what)
+    return joint.parts(numbers)

@@ -352,7 +352,7 @@ class Cohort(ABC):
             count = int(got.metrics["num-examples"])
             reply = Reply(client, count, got.arrays, got.metrics, got.size, contract.kind, arrival)
             try:
-                problem = self.ledger.problem(client, got.info) or contract.schema.check(reply)
+                problem = self.ledger.problem(client, got.info, got.metrics) or contract.schema.check(reply)
             except Exception as e:  # a method's own check may raise anything
                 problem = f"the reply cannot be read: {type(e).__name__}: {e}"
             if not problem:

@@ -11,6 +11,8 @@ import numpy as np
 
 from fedapp.transport.request import RoundRequest
 
+MOST_EPSILON, MOST_RELEASES = 101.0, 10**6
+"""Largest numbers that a client may state: no budget is above 100, and a sum of releases may pass it by rounding."""
 _DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
 
 
@@ -39,8 +41,13 @@ class StateLedger:
         released = self.released.get(client, 0)
         return replace(request, client=client, state=digest, state_binds=binds or not digest, releases=released)
 
-    def problem(self, client: int, info: Mapping[str, Any]) -> str | None:
-        """Return the fault of a reply's facts about the stored state; an older version reports none."""
+    def problem(self, client: int, info: Mapping[str, Any], metrics: Mapping[str, Any]) -> str | None:
+        """Return the fault of a reply's facts about the stored state and releases; an older version reports none."""
+        spent, count = metrics.get("dp-epsilon", 0.0), metrics.get("dp-releases", 0)
+        if not isinstance(count, int) or not 0 <= count <= MOST_RELEASES:
+            return f"it states {count!r:.40} releases"
+        if not isinstance(spent, (int, float)) or not 0 <= spent <= MOST_EPSILON:
+            return f"it states that epsilon = {spent!r:.40} is spent"
         if "state" not in info:
             return None
         if not all(isinstance(v, str) and _DIGEST.match(v) for v in (info["state"], info.get("state-from", ""))):

@@ -106,12 +106,21 @@ class EarlyStop(Hook):
 
 
 class PrivacySpent(Hook):
-    """Notes the largest epsilon and number of releases that a client states, over all its runs."""
+    """Notes the largest epsilon and number of releases that a client states, over all its runs.
 
-    remembers = ("epsilon", "releases")
+    Attributes
+    ----------
+    unstated : clients whose last reply is missing or was dropped: they may have released more than they stated.
+    """
+
+    remembers = ("epsilon", "releases", "unstated")
 
     epsilon: float | None = None
     releases = 0
+
+    def __init__(self, run: Setup) -> None:
+        super().__init__(run)
+        self.unstated: list[int] = []
 
     def after_round(self, at: Progress, outcome: Outcome) -> None:
         """Note the numbers of a round."""
@@ -119,7 +128,10 @@ class PrivacySpent(Hook):
 
     def after_query(self, exchange: Exchange) -> None:
         """Note the numbers of a query."""
-        for numbers in exchange.metrics.values() if self.run.config.mechanism is not None else ():
+        if self.run.config.mechanism is None:
+            return
+        self.unstated = sorted({*self.unstated, *exchange.messaged} - exchange.metrics.keys())
+        for numbers in exchange.metrics.values():
             self.epsilon = max(self.epsilon or 0.0, number(numbers.get("dp-epsilon", 0)))
             self.releases = max(self.releases, number(numbers.get("dp-releases", 0)))
 
