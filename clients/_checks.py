@@ -57,8 +57,8 @@ def check_training(client: Any) -> None:
         if spec.local_epochs and not any(p.requires_grad for p in trained):
             part = "head" if "head." in phase.prefixes else "body"
             raise BadRequest(
-                f"{client.method.id} trains the {part} by itself, and here no {part} is trained: take another model "
-                "than identity, or freeze fewer layers, or choose a method that trains both together, such as fedavg"
+                f"{client.method.id} trains the {part} by itself, and here no {part} is trained: take a model with "
+                "both, or freeze fewer layers, or choose a method that trains both together, such as fedavg"
             )
         step_rates(spec, rate, spec.local_epochs * len(batch_slices(rows, spec.batch_size)))
 

@@ -34,6 +34,7 @@ from fedapp.core.secure_sum import Unsafe
 from fedapp.data import partitions
 from fedapp.data.moments import feature_sums
 from fedapp.errors import BadRequest, plain
+from fedapp.files import absolute
 from fedapp.learning.releases import Ledger, Releaser, path_of
 from fedapp.learning.state import MOST_ROUNDS, ClientStore, Expected, StateError
 from fedapp.learning.task import Task
@@ -134,7 +135,7 @@ def _releaser(context: Context, root: Path, node: Node, config: RunConfig, reque
     if config.secure.secure_sum:
         privacy = secure.in_sum(privacy, kept_secrets(context, node.client), config.secure.secure_colluders)
     # Not by the run's names: they are the server's, and the budget belongs to the data.
-    data = str(Path(node.data_path).expanduser().absolute()) if node.own and node.data_path else config.data.dataset
+    data = str(absolute(node.data_path)) if node.own and node.data_path else config.data.dataset
     about = {
         "run": request.run, "federation": config.storage.federation, "round": request.round,
         "method": config.federation.method,

@@ -156,7 +156,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
 
 def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
     """Describe a failure: the first error, with the client's own traceback where a client caused it."""
-    bad, full = isinstance(e, BadRequest), "No space left on device" in str(e)
+    full = not (bad := isinstance(e, BadRequest)) and "No space left on device" in str(e)
     named = bad or full or isinstance(e, (RoundFailed, StateError))
     entry: dict[str, Any] = {
         "message": f"{e}{': make room there, then resume the run' * full}" if named else f"{type(e).__name__}: {e}",

@@ -32,7 +32,6 @@ from fedapp.reduce.reader import Check, Policy, Reader, Schema
 from fedapp.reduce.scaling import KIND
 from fedapp.reduce.spec import Query
 from fedapp.sampling import rng, sample_clients
-from fedapp.settings import unless_auto
 from fedapp.transport.boundary import LARGE, Contract, decoded_problem
 from fedapp.transport.records import Encoder, decoded, encoded
 from strategies._maths import Maths
@@ -61,11 +60,7 @@ class FlowerStrategy(FedAvg):
         self, maths: Maths, *, policy: Policy | None = None, seed: int = 0, max_abs: float = LARGE, **flower: Any
     ) -> None:
         FedAvg.__init__(self, **flower)
-        policy = policy or Policy()
-        cap, growth = unless_auto(policy.robust.count_cap, 2.0 * bool(policy.robust.rules)), policy.robust.max_growth
-        robust = policy.robust.replaced(count_cap=cap, max_growth=unless_auto(growth, 0.0))
-        self.maths, self.seed, self.max_abs = maths, seed, max_abs
-        self.policy = dataclasses.replace(policy, robust=robust)
+        self.maths, self.policy, self.seed, self.max_abs = maths, (policy or Policy()).resolved(), seed, max_abs
         self._state: ServerState | None = None
         self._clients: dict[int, int] = {}  # node id -> client id
         self._whole: Arrays = {}  # the initial arrays of the app, by name
@@ -181,8 +176,7 @@ class FlowerStrategy(FedAvg):
             self._refuse_records([] if self._counted else [self._problem])
             return None, None
         counts = [reply.num_samples for reply, _ in good]
-        believed = self.policy.believed((reply for reply, _ in good), counts)
-        self._state = self.aggregate(self._state, server_round, believed)
+        self._state = self.aggregate(self._state, server_round, self.policy.believed((r for r, _ in good), counts))
         return self._record(), self.train_metrics_aggr_fn(
             _alike([content for _, content in good]), self.weighted_by_key
         )

@@ -250,6 +250,12 @@ def test_a_client_without_rows_is_named_or_left_out(kind: str, tmp_path: Path) -
     assert (data.owner_names, data.skipped) == (("ada", "cleo"), (f"bob.{kind}",))
 
 
+def test_the_file_of_a_client_may_name_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        saved(tmp_path / f"{name}.npz", {"x": X, "y": Y, "client": np.full(len(Y), name)})
+    assert datasets.load("npz", tmp_path).owner_names == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
@@ -507,8 +513,8 @@ def test_wrong_index_files_are_refused(clients: list[dict[str, Any]], message: s
         ("p.csv", "row,client\n1,a", "its columns are row, client"),
         ("p.csv", "row,client,split\n1,a,tset", "line 2: split 'tset'"),
         ("p.csv", "row,client,split\nx,a,test", "invalid literal"),
-        ("p.csv", "client,split,row\nA,train", "line 2 has not 3 cells"),
-        ("p.csv", "row,client,split\n0,A,train,9", "line 2 has not 3 cells"),
+        ("p.csv", "client,split,row\nA,train", "line 2 does not have 3 cells"),
+        ("p.csv", "row,client,split\n0,A,train,9", "line 2 does not have 3 cells"),
         ("p.csv", f"row,client,split\n0,{'A' * (1 << 18)},train", "cannot be read"),
         ("p.json", "[" * 100_000, "cannot be read"),
         ("p.json", f'{{"clients": [{{"train": [1{"0" * 23}]}}]}}', f"row 1{'0' * 23}, but"),

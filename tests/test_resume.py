@@ -17,7 +17,7 @@ import torch
 
 from fedapp import server_app
 from fedapp.client_app import app as client_app
-from fedapp.config import from_flat, read_toml
+from fedapp.config import check_continued, from_flat, read_toml, write_toml
 from fedapp.engines import local as engines
 from fedapp.engines import pool, runner
 from fedapp.engines.local import RunResult, run
@@ -41,6 +41,14 @@ def test_a_refused_resume_leaves_the_finished_run_as_it_was(tiny: Tiny) -> None:
     with pytest.raises(BadRequest, match=r"leave out out$"):
         run(resume=result.out, out=result.out / "other")
     assert (result.out / "summary.json").read_text() == before and not (result.out / "error.json").exists()
+
+
+def test_a_resumed_run_keeps_the_noise_of_its_rounds(tmp_path: Path) -> None:
+    values = {"method": "lgfedavg", "dp": "client", "clip-update": 1.0}
+    write_toml(tmp_path / "config.toml", from_flat({**values, "num-server-rounds": 10}))
+    with pytest.raises(BadRequest, match=r"give dp-noise = \d"):
+        check_continued(from_flat({**values, "num-server-rounds": 5}), tmp_path / "config.toml", 3)
+    check_continued(from_flat({**values, "num-server-rounds": 10}), tmp_path / "config.toml", 3)
 
 
 def test_a_resumed_run_keeps_its_settings(tiny: Tiny) -> None:

@@ -295,6 +295,13 @@ def test_wrong_tables_say_what_to_do(change: Any, columns: str, message: str, tm
         loaded(tmp_path, change(patients()), columns)
 
 
+@pytest.mark.parametrize("content", [b"x,y,\n1,0\n2,1\n", b"x,y,z\n1,0\n2,1,5\n3,0\n", b"y,x\n0,1\n1,2\n  \n"])
+def test_rows_that_end_early_are_not_a_file_that_was_cut(content: bytes, tmp_path: Path) -> None:
+    """A comma at the end of the header, empty cells that are left out, and a last line of blanks."""
+    (tmp_path / "t.csv").write_bytes(content)
+    assert len(datasets.load("csv", tmp_path / "t.csv", DataSettings()).pool_labels) >= 2
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -46,7 +46,7 @@ SHOWN = 80
 """Characters of a value that a message shows."""
 FORMER = ("cuda-graphs", "compile")
 """Removed keys, which earlier versions wrote into every `config.toml`; files that have them are read without them."""
-CHANGEABLE = ("num-server-rounds", "lost-state", "track", "out", "resume")
+CHANGEABLE = ("num-server-rounds", "lost-state", "track", "out", "resume", "wait-timeout", "round-timeout")
 """Keys that may have other values when a run is resumed."""
 DECIDED = ("clients", "model", "partition", "dp-noise")
 """Keys that data, clients or the budget decide where their value is 0 or auto."""
@@ -341,6 +341,9 @@ def check_continued(config: RunConfig, stored: Path, done: int) -> None:
     other = [key for key in KEYS if key not in {*CHANGEABLE, *_left_open(before)} and before[key] != now[key]]
     if text := "; ".join(f"{key} = {shown(repr(before[key]))}, not {shown(repr(now[key]))}" for key in other):
         raise BadRequest(f"a resumed run keeps its settings ({text}): give the former ones, or start a new run")
+    noise, other_noise = (c.mechanism.noise if c.mechanism else 0.0 for c in (earlier, config))
+    if noise != other_noise:
+        raise BadRequest(f"dp-noise = auto depends on the number of rounds: give dp-noise = {noise!r}, or that number")
     check_rates(config, earlier, done)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from filelock import FileLock
 
 from fedapp.errors import BadRequest
-from fedapp.files import explained
+from fedapp.files import absolute, explained
 
 FORMAT = 3
 """Part of every key: raised when the meaning of the stored arrays changes, so that old folders are not read."""
@@ -40,7 +40,7 @@ def cache_root() -> Path:
     """Return the absolute folder of the cache: ``$FEDAPP_CACHE``, else ``fedapp`` in the user's cache folder."""
     chosen = os.environ.get("FEDAPP_CACHE")
     if chosen:
-        return Path(chosen).expanduser().resolve()
+        return absolute(chosen).resolve()
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":

@@ -169,7 +169,8 @@ def read_client(path: Path, root: Path) -> dict[str, Array]:
     for key in ("x", "y"):
         if key not in arrays:
             raise BadRequest(f"{path}: no column {key!r} (found: {', '.join(sorted(arrays)) or 'none'})")
-    if others := [key for key in ("client", *OLD) if key in arrays]:
+    alone = "client" in arrays and set(_texts(np.unique(arrays["client"]))) != {name_of(path)}
+    if others := [*(["client"] * alone), *(key for key in OLD if key in arrays)]:
         raise BadRequest(f"{path}: its name gives the client: leave out {', '.join(others)}, or give this file alone")
     x, _ = samples(path, "x", arrays["x"])
     if not len(x):

@@ -457,7 +457,7 @@ def _own_files(root: Path | None, kind: str) -> list[Path]:
         written = folder.suffix == ".parts" or any((folder / name).exists() for name in ("config.toml", "runs"))
         if (part or files or parted) and not written and files_of(folder, kind):
             advice = f"call it {part}, or " if part not in ("", folder.name) else ""
-            raise BadRequest(f"{folder} would not be read: {advice}move it away")
+            raise BadRequest(f"the .{kind} files in {folder} would not be read: {advice}move it away")
     # A single .npz file is all of the data, whatever its name.
     for path in [*files, *parted] if kind != "npz" or parted or len(files) > 1 else []:
         if path.stem.casefold() in PART_OF:

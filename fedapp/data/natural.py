@@ -162,7 +162,7 @@ def _from_csv(path: Path, text: str) -> _File:
     clients: dict[str, dict[str, Any]] = {}
     for line in reader:
         if None in line or None in line.values():
-            raise ValueError(f"line {reader.line_num} has not 3 cells")
+            raise ValueError(f"line {reader.line_num} does not have 3 cells")
         part = line["split"]
         if part not in PARTS:
             raise ValueError(f"line {reader.line_num}: split '{part}', not {', '.join(PARTS)}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import re
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -389,11 +389,11 @@ def _body(path: Path, mark: str, names: list[str], start: int, texts: Mapping[st
             float_precision="round_trip", skipinitialspace=True, low_memory=False,
         )  # fmt: skip
     if len(frame) and pd.isna(frame.iloc[-1, -1]):  # a file that was cut: pandas refuses longer lines alone
-        cells = len(names)
         with path.open(encoding="utf-8-sig", newline="") as stream, suppress(csv.Error):  # it reads no very long cell
-            cells = len(deque(filter(None, csv.reader(stream, delimiter=mark, skipinitialspace=True)), maxlen=1)[0])
-        if cells < len(names):
-            raise BadRequest(f"{path}: its last line has {cells} of {len(names)} cells: complete it, or remove it")
+            lines = csv.reader(stream, delimiter=mark, skipinitialspace=True)
+            *others, last = [len(line) for line in lines if any(map(str.strip, line))]
+            if last < min(others[1:], default=len(names)):
+                raise BadRequest(f"{path}: its last line has {last} of {len(names)} cells: complete it, or remove it")
     nameless = [name for n, name in enumerate(names) if name == NAMELESS.format(n)]
     return frame.drop(columns=[name for name in nameless if frame[name].isna().all()])
 

@@ -37,7 +37,7 @@ def read_values(values: Mapping[str, Any], check: Callable[[RunConfig], None]) -
 
 
 def say_ignored(values: Mapping[str, Any], config: RunConfig) -> None:
-    """Return the warning that a number of rounds has no effect where nothing is trained."""
+    """Print that a number of rounds has no effect where nothing is trained."""
     if values.get("num-server-rounds") and not config.federation.num_server_rounds:
         echo(f"{config.federation.method} trains nothing here (base = none), so there are no rounds", err=True)
 
@@ -55,8 +55,8 @@ def effective(values: Mapping[str, Any]) -> RunConfig:
         "weights": config.model.weights,
         "partition_file": config.data.partition_file,
     }
-    given = {name: absolute(path) for name, path in paths.items() if path and not path.startswith(HUB)}
-    config = config.replaced(**{name: str(path.absolute()) for name, path in given.items()})
+    given = {name: str(absolute(path)) for name, path in paths.items() if path and not path.startswith(HUB)}
+    config = config.replaced(**given)
     if stored := getattr(config.method_and_hparams()[1], "totals", ""):
         place = absolute(stored)
         if len(str(place).split()) > 1:
@@ -103,7 +103,7 @@ def resumed(place: Path, given: Mapping[str, Any], *others: str, out: Path | Non
         those that are not keys).
     """
     elsewhere = ["out"] if out is not None and absolute(out) != absolute(place) else []
-    if named := [*sorted(set(given) - {*configuration.CHANGEABLE[:3]}), *others, *elsewhere]:
+    if named := [*sorted(set(given) - {"num-server-rounds", "lost-state", "track"}), *others, *elsewhere]:
         raise BadRequest(
             f"a resumed run takes everything but the number of rounds, lost-state and track from "
             f"{place / 'config.toml'}; leave out {', '.join(named)}"

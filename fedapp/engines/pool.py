@@ -38,8 +38,15 @@ def _run(flat: dict[str, object]) -> FinishedRun:
     config = configuration.from_flat(flat)
     out = Path(config.storage.out)
     failed: list[Mapping[str, Any]] = []
+
+    def hear(event: Mapping[str, Any]) -> None:
+        if event["kind"] == "failed":
+            failed.append(event)
+        elif event["kind"] == "warning" and "tracker" in event:
+            sys.stderr.write(f"fedapp: {plain(event['text'])}\n")
+
     try:
-        engines.run_local(config, lambda event: failed.append(event) if event["kind"] == "failed" else None)
+        engines.run_local(config, hear)
     except Exception as e:
         sys.stderr.write(plain("".join(event["traceback"] for event in failed)))
         return FinishedRun(out, raised(e))

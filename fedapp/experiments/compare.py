@@ -76,7 +76,7 @@ FEWEST_SEEDS = 3
 """Seeds from which on training alone runs a second time."""
 
 
-# ---- the runs ------------------------------------------------------------------------------------------------
+# ---- the runs --------------------------------------------------------------------------------------------------------
 
 
 def entries(text: str) -> list[str]:
@@ -283,7 +283,7 @@ def _check_widths(config: RunConfig) -> None:
         )
 
 
-# ---- earlier runs -------------------------------------------------------------------------------------------
+# ---- earlier runs ----------------------------------------------------------------------------------------------------
 
 OURS = ("checkpoint", "models", "state", "versions.json", "progress.jsonl", "superlink.log", "launch.log", ".lock")
 
@@ -401,7 +401,7 @@ class RunsProgress(Display):
         return sum(n if self.names[out] in self.ended else rounds_done(out) for out, n in self.rounds.items())
 
     def text(self, done: int) -> str:
-        """Print the number of ended runs, and the time left at the pace so far."""
+        """Return the number of ended runs, and the time left at the pace so far."""
         fresh = done - self.before
         text = f"{len(self.ended)} of {counted(len(self.names), 'run')}, {done} of {counted(self.total, 'round')}"
         if fresh > 0 and done < self.total:

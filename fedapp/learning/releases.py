@@ -41,6 +41,8 @@ from fedapp.learning.dp_sgd import NoisySteps
 
 SCHEMA = 2
 """Of lines with steps of a training; those of single releases have 1. An older fedapp reads only the latter."""
+KEPT = 9
+"""Earlier runs whose released statistics stay, for a repeated exchange."""
 PATIENCE = 60.0
 """Seconds to wait for another process that books in the same ledger."""
 ROUNDING = 1e-6
@@ -288,7 +290,7 @@ class Releaser:
             if (before := np.load(kept, allow_pickle=False)).shape == values.shape:
                 return before, True
         found = self.release(values, sensitivity, what)
-        for former in ledger.parent.glob(f"{ledger.stem}.*.npy"):
+        for former in sorted(ledger.parent.glob(f"{ledger.stem}.*.npy"), key=os.path.getmtime)[:-KEPT]:
             former.unlink(missing_ok=True)
         with atomic(kept, durable=True) as part, part.open("wb") as file:
             np.save(file, found)

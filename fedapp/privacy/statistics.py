@@ -35,7 +35,7 @@ class Client(Protocol):
 
 
 def release(client: Client, rows: Iterable[tuple[Tensor, Tensor]], squares: Squares, what: str) -> Arrays:
-    """Return noised counts, sums and second moments of features, booked before; in one run always the same.
+    """Return noised counts, sums and second moments of features, booked before.
 
     Parameters
     ----------

@@ -22,7 +22,7 @@ from fedapp.reduce.rules_cwfedavg import Sent, bounded_shares
 from fedapp.reduce.rules_fedgh import ScreenedRows
 from fedapp.reduce.rules_fedghg import BoundedGaussians
 from fedapp.reduce.spec import USUAL, ClassMean, Each, Gaussians, Mean, Query, Reduced, Reducer, Rows, Share, Total
-from fedapp.settings import RobustnessSettings
+from fedapp.settings import RobustnessSettings, unless_auto
 
 Check: TypeAlias = Callable[[Reply], str | None]
 """Returns the problem of a reply, or None."""
@@ -74,6 +74,12 @@ class Policy:
     robust: RobustnessSettings = UNGUARDED
     privacy: Privacy | None = None
     share: Callable[[], float] = lambda: 1.0
+
+    def resolved(self) -> Policy:
+        """Return the policy of a simulation, with a number for each `auto`."""
+        robust, cap = self.robust, 2.0 if self.robust.rules else 0.0
+        cap, growth = unless_auto(robust.count_cap, cap), unless_auto(robust.max_growth, 0.0)
+        return dataclasses.replace(self, robust=robust.replaced(count_cap=cap, max_growth=growth))
 
     def noise(self) -> float:
         """Return the deviation of one client's noise, as a multiple of the sensitivity."""

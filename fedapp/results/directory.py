@@ -297,10 +297,10 @@ class RunDirectory:
 
         Raises
         ------
-        BadRequest : rounds up to the last are missing; without a checkpoint there are two, or final scores.
+        BadRequest : rounds up to the last are missing; without a checkpoint there are two, or one and final scores.
         """
         header, *rows = _read(self.path / "rounds.csv") or [[]]
-        there = {int(row[0]) for row in rows if len(row) == len(header)}
+        there = {int(row[0]) for row in rows if len(row) == len(header) and row[0].isdecimal()}
         if missing := sorted(set(range(1, last + 1)) - there):
             raise BadRequest(
                 f"{self.path / 'rounds.csv'} lacks round {missing[0]}, which is behind the checkpoint: put a good copy "

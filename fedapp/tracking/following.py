@@ -151,7 +151,7 @@ class Trackers:
     def tell(self, text: str, kind: str = "warning") -> None:
         """Pass a text to the other listener, or print it on standard error."""
         if self.listener is not None:
-            self.listener({"kind": kind, "text": text})
+            self.listener({"kind": kind, "text": text, "tracker": True})
         elif kind == "warning":
             sys.stderr.write(f"fedapp: {text}\n")
 
@@ -257,7 +257,7 @@ def track(run: RunResult, to: str, listener: Listener | None) -> None:
         trackers.end("failed" if message else "interrupted", error=message)
 
 
-# ---- tracked values -------------------------------------------------------------------------------------------------
+# ---- tracked values --------------------------------------------------------------------------------------------------
 
 
 def _finite(value: Any) -> bool:

@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedapp.errors import BadRequest
+from fedapp.files import absolute
 from fedapp.transport import roster
 
 PROOF = 512
@@ -40,8 +41,8 @@ class Identity:
     """
 
     def __init__(self, key: str = "", peers: str = "") -> None:
-        self._key = _private(Path(key).expanduser()) if key else None
-        found = roster.read(Path(peers).expanduser()) if peers else None
+        self._key = _private(absolute(key)) if key else None
+        found = roster.read(absolute(peers)) if peers else None
         self._peers = None if found is None else {entry.client: entry.key for entry in found.values()}
 
     def proof(self, run: str, client: int, key: bytes) -> bytes:

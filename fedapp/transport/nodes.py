@@ -251,9 +251,9 @@ class NodeCohort(Cohort):
         self._fault = fault
         if self.roster is None:
             return online
-        for client, node in sorted(self.nodes.items() - {(a.client, a.node) for a in self.roster.values()}):
-            self._forget(client)
-            self._seen.discard(node)
+        for client, _ in sorted(self.nodes.items() - {(a.client, a.node) for a in self.roster.values()}):
+            self._seen.discard(self._forget(client))
+            self.event({"kind": "warning", "text": f"client {client} left the roster, and gets no more messages"})
         self._strangers -= set(self.roster)
         for node in sorted(online - set(self.roster) - self._strangers):
             self._strangers.add(node)

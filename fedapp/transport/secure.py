@@ -478,7 +478,7 @@ class SecureSums:
             reasons = "".join(f"; client {d.client}: {d.reason}" for d in exchange.dropped[:5])
             raise RoundFailed(
                 f"round {exchange.round}: a sum of the same numbers with client {named} was opened before, and one "
-                f"without would show that client's own: resume the run when all are back{reasons}",
+                f"without would show that client's own: resume the run when all are back, or start a new run{reasons}",
                 exchange.round,
             )
 
