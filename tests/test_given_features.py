@@ -210,8 +210,10 @@ def test_a_comparison_takes_a_method_without_rounds(tmp_path: Path, in_turn: lis
 # ---- every method ----------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    **dict.fromkeys(("fedper", "fedrep", "pfedfda"), "no array under features., which the method shares"),
-    **dict.fromkeys(("fedbabu", "fedpac"), "trains the body by itself, and here no body is trained"),
+    "fedper": "no array under features., which the method shares",
+    **dict.fromkeys(
+        ("fedbabu", "fedpac", "fedrep", "pfedfda"), "trains the body by itself, and here no body is trained"
+    ),
 }
 """Methods that have nothing to do where there is no body."""
 REDUCED = {

@@ -76,7 +76,7 @@ def test_the_commands_say_so(
     assert code == 0 and [line.split("\t")[0] for line in out.splitlines()] == ["id", *registry.ORDER]
     assert sorted(err.splitlines()) == sorted(told)
     code, out, err = go("run", "--method", "fedavg", "--dry-run", "--engine", "local")
-    assert code == 0 and "method = 'fedavg'" in out and err == "reading settings and data\n", (
+    assert code == 0 and 'method = "fedavg"' in out and err == "reading settings and data\n", (
         "other methods are not looked at"
     )
     for words in (["run", "--method", "torn", "--engine", "local"], ["compare", "--methods", "local,torn"]):

@@ -200,13 +200,13 @@ def exact(features: Features, squares: Squares) -> list[Array]:
     """Return what each client would release, as one vector, before the noise."""
     found: list[Array] = []
 
-    def keep(values: Array, sensitivity: float, what: str) -> Array:
+    def keep(values: Array, sensitivity: float, what: str) -> tuple[Array, bool]:
         found.append(values)
-        return values
+        return values, False
 
     for z, y in features.clients:
         client = SimpleNamespace(
-            releaser=SimpleNamespace(release=keep),
+            releaser=SimpleNamespace(release_once=keep),
             model=SimpleNamespace(width=features.width),
             task=SimpleNamespace(num_classes=features.classes),
         )
