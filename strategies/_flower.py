@@ -178,7 +178,7 @@ class FlowerStrategy(FedAvg):
         counts = [reply.num_samples for reply, _ in good]
         self._state = self.aggregate(self._state, server_round, self.policy.believed((r for r, _ in good), counts))
         return self._record(), self.train_metrics_aggr_fn(
-            _alike([content for _, content in good]), self.weighted_by_key
+            _with_usual_metrics([content for _, content in good]), self.weighted_by_key
         )
 
     def configure_evaluate(
@@ -393,7 +393,7 @@ class FlowerStrategy(FedAvg):
         return self.reader.query(asked)
 
 
-def _alike(contents: list[RecordDict]) -> list[RecordDict]:
+def _with_usual_metrics(contents: list[RecordDict]) -> list[RecordDict]:
     """Return the replies with the metrics that most replies have: a mean needs the same ones of all."""
     forms = [
         {n: len(v) if isinstance(v, list) else -1 for of in content.metric_records.values() for n, v in of.items()}

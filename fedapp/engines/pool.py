@@ -39,14 +39,14 @@ def _run(flat: dict[str, object]) -> FinishedRun:
     out = Path(config.storage.out)
     failed: list[Mapping[str, Any]] = []
 
-    def hear(event: Mapping[str, Any]) -> None:
+    def note_event(event: Mapping[str, Any]) -> None:
         if event["kind"] == "failed":
             failed.append(event)
         elif event["kind"] == "warning" and "tracker" in event:
             sys.stderr.write(f"fedapp: {plain(event['text'])}\n")
 
     try:
-        engines.run_local(config, hear)
+        engines.run_local(config, note_event)
     except Exception as e:
         sys.stderr.write(plain("".join(event["traceback"] for event in failed)))
         return FinishedRun(out, raised(e))
