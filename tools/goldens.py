@@ -156,7 +156,7 @@ def compare(against: str, chosen: Mapping[str, Steps], entries: Sequence[Mapping
     Parameters
     ----------
     chosen : cases of `cases.all_cases(root / "data")`.
-    entries : expected changes, `case` (a pattern), `table` and `reason`.   root : folder for all files.
+    entries : expected changes, `case` and `table` (patterns), and `reason`.   root : folder for all files.
     """
     cases.write_data(root / "data", any(case.startswith("recipe/") for case in chosen))
     check_out(against, root / "tree")
@@ -167,7 +167,8 @@ def compare(against: str, chosen: Mapping[str, Steps], entries: Sequence[Mapping
         found = changes(read_case(root / "base" / case), read_case(root / "this" / case))
         differing += bool(found)
         for table, text in found.items():
-            listed = [i for i, e in enumerate(entries) if fnmatchcase(case, e["case"]) and table == e["table"]]
+            meant = [fnmatchcase(case, e["case"]) and fnmatchcase(table, e["table"]) for e in entries]
+            listed = [i for i, listed_here in enumerate(meant) if listed_here]
             occurred.update(listed)
             wrong += not listed
             print(f"{case} {table}: {text}", *(f"(expected: {entries[i]['reason']})" for i in listed))
