@@ -104,21 +104,21 @@ def problems(group: str, taken: Collection[str]) -> dict[str, str]:
 
 # ---- code next to a configuration ------------------------------------------------------------------------------------
 
-BESIDE = "FEDAPP_BESIDE"
+CODE_FOLDER = "FEDAPP_CODE_FOLDER"
 """Environment variable with the folder of the configuration file, for the processes of a simulation."""
 
 
-def look_beside(file: Path) -> None:
+def import_code_next_to(file: Path) -> None:
     """Let modules next to a configuration file be found, here and in the processes that this one starts.
 
     They come after all others, so that no file next to a configuration takes the place of an installed package.
     """
-    os.environ[BESIDE] = str(absolute(file).parent)
+    os.environ[CODE_FOLDER] = str(absolute(file).parent)
     _extend()
 
 
 def _extend() -> None:
-    folder = os.environ.get(BESIDE)
+    folder = os.environ.get(CODE_FOLDER)
     if folder and folder not in sys.path:
         sys.path.append(folder)
 

@@ -372,7 +372,7 @@ def test_code_next_to_the_files_is_found_by_each_command(
 
     def call(*words: str) -> None:
         monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
-        monkeypatch.setenv(plugins.BESIDE, "")
+        monkeypatch.setenv(plugins.CODE_FOLDER, "")
         sys.modules.pop("my_beside_body", None)
         done = CliRunner().invoke(app, [*words])
         assert done.exit_code == 0, (done.output, done.exception)

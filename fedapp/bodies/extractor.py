@@ -170,7 +170,7 @@ class Extractor:
         except Exception as e:  # ONNX Runtime has errors of its own
             shapes = ", ".join(f"{name} {array.shape}" for name, array in inputs.items())
             raise BadRequest(f"the body '{body.name}' fails on {shapes} ({' '.join(str(e).split())[:300]})") from e
-        if np.shape(z)[:1] != (count + lacking,):
+        if z.shape[:1] != (count + lacking,):
             raise BadRequest(
                 f"the body '{body.name}' returns {z.shape} for {count + lacking} samples, not a row for each: in "
                 "PyTorch write x.flatten(1), not x.view(len(x), -1)"

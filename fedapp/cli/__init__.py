@@ -85,7 +85,7 @@ def found(file: Path | None) -> recipes.Recipe | None:
     from fedapp.experiments import recipes
 
     if file is None or file.is_file():  # without a file, own code may lie in the current folder
-        plugins.look_beside(file or Path("run.toml"))
+        plugins.import_code_next_to(file or Path("run.toml"))
     return recipes.find(file) if file is not None else None
 
 
@@ -316,7 +316,7 @@ def features(
     from fedapp.bodies import known
     from fedapp.engines import extraction
 
-    plugins.look_beside(Path("run.toml"))
+    plugins.import_code_next_to(Path("run.toml"))
     given = extraction.source(data, text, collect({}, sets))
     levels = {name: known.levels(f"--{name}", text) for name, text in (("mean", mean), ("std", std)) if text}
     chosen = known.chosen(body, weights, size, **levels, tokenizer=tokenizer, tokens=tokens)
@@ -392,7 +392,7 @@ def predict(
     from fedapp.results import predict as predicting
     from fedapp.results.cells import write_table
 
-    plugins.look_beside(Path("run.toml"))
+    plugins.import_code_next_to(Path("run.toml"))
     if (run is None) == (model is None):
         raise BadRequest("give --run DIR, perhaps with --client, or --model FILE")
     if run is None and (client is not None or received):
@@ -439,7 +439,7 @@ def export(
     from fedapp import plugins
     from fedapp.results import exporting
 
-    plugins.look_beside(Path("run.toml"))
+    plugins.import_code_next_to(Path("run.toml"))
     net = _loaded(run, client, received, allow, body)
     difference = exporting.write(net, to, out)
     echo(f"{net.about}\ntakes {net.wanted()}, returns logits (N, {len(net.classes)})")

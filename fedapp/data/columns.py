@@ -228,17 +228,20 @@ def of_clients(root: Path, files: Mapping[Path, Mapping[str, Array]], bodies: Se
 
 def _labelled_alike(root: Path, files: Mapping[Path, Mapping[str, Array]]) -> Mapping[Path, Mapping[str, Array]]:
     """Return the files with labels of one kind: where some are text, integers become names of classes."""
-    text = [path for path, arrays in files.items() if arrays["y"].dtype.kind == "U"]
+    text = next((path for path, arrays in files.items() if arrays["y"].dtype.kind == "U"), None)
+    if text is None:
+        return files
     found = dict(files)
-    for path in [path for path in files if path not in text] if text else []:
-        if "class_names" not in files[path]:
+    for path, arrays in files.items():
+        if arrays["y"].dtype.kind == "U":
+            continue
+        if "class_names" not in arrays:
             raise BadRequest(
-                f"{root}: y has integers in {path.name} and text in {text[0].name}: write text in all, or add "
+                f"{root}: y has integers in {path.name} and text in {text.name}: write text in all, or add "
                 "class_names to files with integers"
             )
-        names = _texts(files[path]["class_names"])
-        numbers = _classes(path, {"y": files[path]["y"]}, names, None)[1]["y"]
-        found[path] = {**files[path], "y": np.array(names)[numbers]}
+        names = _texts(arrays["class_names"])
+        found[path] = {**arrays, "y": np.array(names)[_classes(path, {"y": arrays["y"]}, names, None)[1]["y"]]}
     return found
 
 

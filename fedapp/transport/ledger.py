@@ -65,7 +65,7 @@ class StateLedger:
         if "state" in info:
             self.states[client] = str(info["state"]), bool(info.get("state-binds", True))
         released = metrics.get("dp-releases", 0)
-        if isinstance(released, int) and released > self.released.get(client, 0):
+        if released > self.released.get(client, 0):
             self.released[client] = released
 
     def state_dict(self) -> dict[str, Any]:

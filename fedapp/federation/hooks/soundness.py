@@ -59,13 +59,13 @@ class TwoVoids(Hook):
     def begin(self, at: Progress) -> None:
         """Raise `RoundFailed` if no round follows."""
         if at.round >= self.run.config.federation.num_server_rounds or self.run.hooks.stopped:
-            self.end(at)
+            self.end_run(at)
 
     def after_round(self, at: Progress, outcome: Outcome) -> None:
         """Raise `RoundFailed` after the second."""
-        self.end(at, f": {outcome.void}")
+        self.end_run(at, f": {outcome.void}")
 
-    def end(self, at: Progress, why: str = "") -> None:
+    def end_run(self, at: Progress, why: str = "") -> None:
         """Raise `RoundFailed` if the last two rounds are void."""
         if self.voids > 1:
             raise RoundFailed(

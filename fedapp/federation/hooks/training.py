@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from fedapp.errors import counted
 from fedapp.federation.hook import Hook, Setup
@@ -132,13 +131,8 @@ class PrivacySpent(Hook):
             return
         self.unstated = sorted({*self.unstated, *exchange.messaged} - exchange.metrics.keys())
         for numbers in exchange.metrics.values():
-            self.epsilon = max(self.epsilon or 0.0, number(numbers.get("dp-epsilon", 0)))
-            self.releases = max(self.releases, number(numbers.get("dp-releases", 0)))
-
-
-def number(value: Any) -> Any:
-    """Return a number that a client states, 0 for anything else."""
-    return value if isinstance(value, (int, float)) and not math.isnan(value) else 0
+            self.epsilon = max(self.epsilon or 0.0, numbers.get("dp-epsilon", 0.0))
+            self.releases = max(self.releases, numbers.get("dp-releases", 0))
 
 
 class Checkpoint(Hook):
