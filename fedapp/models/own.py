@@ -326,19 +326,23 @@ def check(name: str, x: Tensor, *, num_classes: int, settings: ModelSettings) ->
                 f"model '{name}': something follows the head (largest difference {gap:.2g}): return logits, or a "
                 "SplitModel, or name the last layer in head"
             )
+    with seeded(0):
+        _backward(name, _checked_copy(name, shape, num_classes, settings), x, num_classes)
+
+
+def _checked_copy(name: str, shape: tuple[int, ...], num_classes: int, settings: ModelSettings) -> SplitModel:
+    """Return a copy of a model whose initial values the seed decides."""
     first, second = (build(name, num_classes=num_classes, shape=shape, seed=1, settings=settings) for _ in range(2))
     values, others = first.state_dict(), second.state_dict()
     if values.keys() != others.keys() or not all(torch.equal(v, others[n]) for n, v in values.items()):
         raise BadRequest(f"model '{name}' gets other initial values at each call: draw them with PyTorch alone")
     try:
-        tried = copy.deepcopy(first)
+        return copy.deepcopy(first)
     except Exception as e:
         raise BadRequest(
             f"model '{name}' cannot be copied, and every client works on a copy ({' '.join(str(e).split())[:160]}): "
             "hold no lock or file, and take weight_norm from torch.nn.utils.parametrizations, not from torch.nn.utils"
         ) from e
-    with seeded(0):
-        _backward(name, tried, x, num_classes)
 
 
 def _logits(name: str, net: nn.Module, x: Tensor, num_classes: int) -> Tensor:
