@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 
@@ -79,6 +80,73 @@ def linear(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
 def split(num_classes: int, input_shape: tuple[int, ...]) -> SplitModel:
     trunk = nn.Sequential(nn.Flatten(), nn.Linear(input_shape[0] * input_shape[1] * input_shape[2], 16))
     return SplitModel(name="mine", features=trunk, activation=nn.ReLU(), head=nn.Linear(16, num_classes))
+
+
+class Split(SplitModel):
+    """Its logits are linear in a function of its representations."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
+        trunk = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), 16))
+        super().__init__(name="mine", features=trunk, activation=nn.ReLU(), head=nn.Linear(16, num_classes))
+
+    def head_input(self, z: Tensor) -> Tensor:
+        return 10 * nn.functional.normalize(z, dim=1)
+
+
+class Gain(Split):
+    """Its gain is no part of features or head."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
+        super().__init__(num_classes, input_shape)
+        self.gain = nn.Parameter(torch.ones(16))
+
+    def head_input(self, z: Tensor) -> Tensor:
+        return self.gain * z
+
+
+def trained_activation(num_classes: int, input_shape: tuple[int, ...]) -> SplitModel:
+    net = Split(num_classes, input_shape)
+    net.activation = nn.PReLU(16)  # type: ignore[assignment]
+    return net
+
+
+def tied_split(num_classes: int, input_shape: tuple[int, ...]) -> SplitModel:
+    net = Split(num_classes, input_shape)
+    net.features.add_module("again", nn.Linear(16, num_classes))
+    net.features.add_module("back", nn.Linear(num_classes, 16))
+    net.features.again.weight = net.head.weight  # type: ignore[union-attr]
+    return net
+
+
+class Tied(Net):
+    """Its body has the weight of the head."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
+        super().__init__(num_classes, input_shape)
+        self.side = nn.Linear(64, num_classes)
+        self.side.weight = self.fc2.weight
+
+
+class Masked(Net):
+    """Holds a random mask: in a buffer, or where `persistent` is none, as an attribute."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...], persistent: bool | None = True) -> None:
+        super().__init__(num_classes, input_shape)
+        mask = (torch.rand(input_shape) > 0.5).float()
+        if persistent is None:
+            self.mask = mask
+        else:
+            self.register_buffer("mask", mask, persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.mask)
+
+
+class Squeezed(Net):
+    """Fails on a batch of one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).squeeze()
 
 
 class Half(Net):

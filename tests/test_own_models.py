@@ -156,6 +156,11 @@ WRONG: list[tuple[str, str]] = [
     ("OldNorm", "cannot be copied.*take weight_norm from torch.nn.utils.parametrizations"),
     ("Locked", "cannot be copied.*cannot pickle '_thread.lock' object"),
     ("leaves", "cannot be built: SystemExit: 3"),
+    ("Gain", "'gain' is outside features and head: put it into features"),
+    ("trained_activation", "'activation.weight' is outside features and head"),
+    ("tied_split", "head and body share an array"),
+    ("Tied", "head and body share an array"),
+    ("Squeezed", "returns .10,., .* for 1 row$"),
 ]
 
 
@@ -179,6 +184,15 @@ def test_wrong_options_are_refused(options: ModelSettings, message: str) -> None
     with pytest.raises(BadRequest, match=message):
         own.check_form(f"{NETS}:Net", options)
         own.check(f"{NETS}:Net", rows(*SHAPE), num_classes=10, settings=options)
+
+
+def test_random_tensors_are_stored() -> None:
+    name, x = f"{NETS}:Masked", rows(*SHAPE)
+    own.check(name, x, num_classes=10, settings=NONE)
+    for persistent, what in (("false", "buffer 'features.mask'"), ("none", "a tensor")):
+        with pytest.raises(BadRequest, match=f"{what} depends on the seed and is not stored: .*persistent=True"):
+            own.check(name, x, num_classes=10, settings=ModelSettings(model_args=f"persistent={persistent}"))
+    own.check(f"{NETS}:Mask", x, num_classes=10, settings=ModelSettings(model_args="persistent=false"))
 
 
 def test_a_model_for_other_data_is_refused_with_the_shape() -> None:

@@ -192,6 +192,9 @@ def _split(name: str, net: nn.Module, num_classes: int, settings: ModelSettings)
                 f"model '{name}' has a head with {counted(net.num_classes, 'output')}, the data have "
                 f"{counted(num_classes, 'class')}: pass num_classes on"
             )
+        if odd := next((n for n in net.state_dict() if not n.startswith(("features.", "head."))), ""):
+            raise BadRequest(f"model '{name}': '{odd}' is outside features and head: put it into features")
+        _check_apart(name, net.head, net.features)
         net.name = name
         return net
     path = _head_path(name, net, num_classes, settings)
@@ -215,7 +218,13 @@ def _split(name: str, net: nn.Module, num_classes: int, settings: ModelSettings)
         setattr(net.get_submodule(parent), leaf, rest)
     else:
         net = rest  # the model is its head
+    _check_apart(name, old, net)
     return SplitModel(name=name, features=net, activation=nn.Identity(), head=head)
+
+
+def _check_apart(name: str, head: nn.Module, body: nn.Module) -> None:
+    if {*head.parameters()} & {*body.parameters()}:
+        raise BadRequest(f"model '{name}': head and body share an array: give the head one of its own")
 
 
 @functools.lru_cache(maxsize=64)
@@ -297,8 +306,8 @@ def check(name: str, x: Tensor, *, num_classes: int, settings: ModelSettings) ->
     x = by_channel(resized(x, side(settings)))
     with seeded(0):
         net = _made(name, num_classes, shape, settings).eval()
-        logits = _logits(name, net, x, num_classes)
-        again = _logits(name, net, x, num_classes)
+        logits, again = (_logits(name, net, x, num_classes) for _ in range(2))
+        _logits(name, net, x[:1], num_classes)
         if not torch.equal(logits, again):
             raise BadRequest(
                 f"model '{name}' returns something else for the same rows in evaluation mode: switch off "
@@ -327,22 +336,36 @@ def check(name: str, x: Tensor, *, num_classes: int, settings: ModelSettings) ->
                 "SplitModel, or name the last layer in head"
             )
     with seeded(0):
-        _backward(name, _checked_copy(name, shape, num_classes, settings), x, num_classes)
+        _backward(name, _checked_copy(name, x, shape, num_classes, settings), x, num_classes)
 
 
-def _checked_copy(name: str, shape: tuple[int, ...], num_classes: int, settings: ModelSettings) -> SplitModel:
-    """Return a copy of a model whose initial values the seed decides."""
-    first, second = (build(name, num_classes=num_classes, shape=shape, seed=1, settings=settings) for _ in range(2))
+def _checked_copy(
+    name: str, x: Tensor, shape: tuple[int, ...], num_classes: int, settings: ModelSettings
+) -> SplitModel:
+    """Return a copy of a model whose initial values the seed decides, and whose state dict holds all that it draws."""
+    first, second, third = (
+        build(name, num_classes=num_classes, shape=shape, seed=seed, settings=settings) for seed in (1, 1, 2)
+    )
     values, others = first.state_dict(), second.state_dict()
     if values.keys() != others.keys() or not all(torch.equal(v, others[n]) for n, v in values.items()):
         raise BadRequest(f"model '{name}' gets other initial values at each call: draw them with PyTorch alone")
     try:
-        return copy.deepcopy(first)
+        tried = copy.deepcopy(first)
     except Exception as e:
         raise BadRequest(
             f"model '{name}' cannot be copied, and every client works on a copy ({' '.join(str(e).split())[:160]}): "
             "hold no lock or file, and take weight_norm from torch.nn.utils.parametrizations, not from torch.nn.utils"
         ) from e
+    third.load_state_dict(values)
+    pairs = zip(first.named_buffers(), third.buffers(), strict=True)
+    odd = next((f"buffer '{n}'" for (n, buffer), other in pairs if not torch.equal(buffer, other)), "")
+    logits, again = (_logits(name, model.eval(), x, num_classes) for model in (first, third))
+    if odd or not torch.allclose(logits, again, rtol=CLOSE, atol=CLOSE):
+        raise BadRequest(
+            f"model '{name}': {odd or 'a tensor'} depends on the seed and is not stored: register it as a buffer with "
+            "persistent=True"
+        )
+    return tried
 
 
 def _logits(name: str, net: nn.Module, x: Tensor, num_classes: int) -> Tensor:
@@ -356,7 +379,7 @@ def _logits(name: str, net: nn.Module, x: Tensor, num_classes: int) -> Tensor:
     if logits.shape != (len(x), num_classes):
         raise BadRequest(
             f"model '{name}' returns {tuple(logits.shape)}, the data have {counted(num_classes, 'class')}: pass "
-            f"num_classes on, and return ({len(x)}, {num_classes}) for {len(x)} rows"
+            f"num_classes on, and return ({len(x)}, {num_classes}) for {counted(len(x), 'row')}"
         )
     if not logits.isfinite().all():
         raise BadRequest(f"model '{name}' returns logits that are not finite: check its initial values")
