@@ -289,7 +289,10 @@ class FedClient(PositionalClient):
         plain = getattr(phase.loss, "__func__", None) is FedClient.step_loss and kind.after_step is FedClient.after_step
         fixed = phase.model is None and any(m is self.model.features for m in held)
         same = spec.local_epochs > 1 and spec.augment == "none" and spec.precision == "fp32" and self.releaser is None
-        return plain and fixed and same and type(self.model).forward is SplitModel.forward
+        # Dropout outside the body is drawn in every epoch.
+        net = type(self.model)
+        bare = net.represent is SplitModel.represent and type(self.model.activation) in (nn.ReLU, nn.Identity)
+        return plain and fixed and same and bare and net.forward is SplitModel.forward
 
     def _private(self, spec: TrainingSettings, rows: int) -> NoisySteps | None:
         """Book the steps of a training and return their DP-SGD mechanism; None without DP-SGD."""

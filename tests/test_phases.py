@@ -338,3 +338,26 @@ def test_a_phase_of_the_head_passes_the_trunk_once(method: str, args: str, monke
         heads.append(after["head.weight"] - before["head.weight"])
     assert passes == [1, 4, 4]
     np.testing.assert_allclose(heads[0], heads[1], rtol=1e-4, atol=1e-6)
+
+
+class Dropping(SplitModel):
+    """Has dropout between body and activation."""
+
+    def represent(self, x: Tensor) -> Tensor:
+        return self.activation(nn.functional.dropout(self.features(x), training=self.training))
+
+
+@pytest.mark.parametrize("where", ["activation", "represent"])
+def test_dropout_outside_the_body_is_active_in_each_epoch(where: str) -> None:
+    task = digit_tasks(1)[0]
+    method, hparams = registry.configured("fedrep", "head_epochs=4")
+    c = method.client(task, method, hparams)
+    c.model, c.round = model_like(task), 1
+    passes: list[bool] = []
+    if where == "represent":
+        c.model.__class__ = Dropping
+    else:
+        c.model.activation = nn.Dropout()
+    c.model.features.register_forward_hook(lambda m, x, z: passes.append(c.model.training))
+    c.run_phase(c.phases()[0])
+    assert len(passes) > 4 and all(passes)
