@@ -16,11 +16,28 @@ from fedapp.errors import BadRequest
 from fedapp.models.split import SplitModel
 
 
-class BiasModel(SplitModel):
+class AroundModel(SplitModel):
+    """A model with the body, the activation and the head of a plain one, `base`.
+
+    Raises
+    ------
+    BadRequest : the base has functions of its own, which this model would not call.
+    """
+
+    def __init__(self, base: SplitModel) -> None:
+        if type(base) is not SplitModel:
+            raise BadRequest(
+                f"model '{base.name}' is a {type(base).__name__}, and this method changes what SplitModel computes: "
+                "return a SplitModel itself, or take another method"
+            )
+        super().__init__(name=base.name, features=base.features, activation=base.activation, head=base.head)
+
+
+class BiasModel(AroundModel):
     """A model that adds a vector of its own to every representation before the head."""
 
     def __init__(self, base: SplitModel, *, trained: bool) -> None:
-        super().__init__(name=base.name, features=base.features, activation=base.activation, head=base.head)
+        super().__init__(base)
         self.bias_memory = nn.Parameter(torch.zeros(self.width), requires_grad=trained)
 
     def head_input(self, z: Tensor) -> Tensor:
@@ -28,7 +45,7 @@ class BiasModel(SplitModel):
         return z + self.bias_memory
 
 
-class ETFModel(SplitModel):
+class ETFModel(AroundModel):
     """A body, a trained projection, and a simplex that stays: logits s * cos(u, M_c).
 
     Parameters
@@ -37,7 +54,7 @@ class ETFModel(SplitModel):
     """
 
     def __init__(self, base: SplitModel, *, scale: float, train_scale: bool) -> None:
-        super().__init__(name=base.name, features=base.features, activation=base.activation, head=base.head)
+        super().__init__(base)
         from clients.fedetf import simplex  # a module that names this one
 
         self.scale = nn.Parameter(torch.full((1,), scale), requires_grad=train_scale)
@@ -49,7 +66,7 @@ class ETFModel(SplitModel):
         return logits
 
 
-class RoDModel(SplitModel):
+class RoDModel(AroundModel):
     """A model whose logits are those of its head and of a personal one, added.
 
     Parameters
@@ -58,7 +75,7 @@ class RoDModel(SplitModel):
     """
 
     def __init__(self, base: SplitModel) -> None:
-        super().__init__(name=base.name, features=base.features, activation=base.activation, head=base.head)
+        super().__init__(base)
         self.personal = nn.Linear(self.width, self.num_classes)
         nn.init.zeros_(self.personal.weight)
         nn.init.zeros_(self.personal.bias)
@@ -73,7 +90,7 @@ class RoDModel(SplitModel):
         return logits
 
 
-class PrototypeModel(SplitModel):
+class PrototypeModel(AroundModel):
     """A body whose head compares directions: logits s * cos(represent(x), W_c).
 
     Parameters
@@ -83,7 +100,7 @@ class PrototypeModel(SplitModel):
     """
 
     def __init__(self, base: SplitModel, *, scale: float, train_scale: bool, seed: int) -> None:
-        super().__init__(name=base.name, features=base.features, activation=base.activation, head=base.head)
+        super().__init__(base)
         if self.num_classes > self.width:
             raise BadRequest(
                 f"fednh needs at least as many features as classes, but {base.name} has {self.width} features for "

@@ -110,6 +110,12 @@ def trained_activation(num_classes: int, input_shape: tuple[int, ...]) -> SplitM
     return net
 
 
+def cosine_head(num_classes: int, input_shape: tuple[int, ...]) -> SplitModel:
+    net = Split(num_classes, input_shape)
+    net.head = nn.utils.parametrizations.weight_norm(net.head)
+    return net
+
+
 def tied_split(num_classes: int, input_shape: tuple[int, ...]) -> SplitModel:
     net = Split(num_classes, input_shape)
     net.features.add_module("again", nn.Linear(16, num_classes))

@@ -17,13 +17,14 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from torch import nn
 
-from fedapp import client_app, plugins, process
+from fedapp import client_app, plugins, process, registry
 from fedapp.config import from_flat
 from fedapp.engines.local import effective, run
 from fedapp.engines.runner import what_leaves
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.federation.server_model import buildable, known_model
+from fedapp.learning.task import ModelSpec
 from fedapp.method import ClientInfo
 from fedapp.models import SplitModel, build_model, head_width, own, selection
 from fedapp.results import predict
@@ -158,6 +159,7 @@ WRONG: list[tuple[str, str]] = [
     ("leaves", "cannot be built: SystemExit: 3"),
     ("Gain", "'gain' is outside features and head: put it into features"),
     ("trained_activation", "'activation.weight' is outside features and head"),
+    ("cosine_head", "has a head of type ParametrizedLinear: make it a plain nn.Linear"),
     ("tied_split", "head and body share an array"),
     ("Tied", "head and body share an array"),
     ("Squeezed", "returns .10,., .* for 1 row$"),
@@ -168,6 +170,14 @@ WRONG: list[tuple[str, str]] = [
 def test_a_wrong_model_is_refused_before_anything_is_trained(name: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         own.check(f"{NETS}:{name}", rows(*SHAPE), num_classes=10, settings=NONE)
+
+
+@pytest.mark.parametrize("method", ["feddbe", "fedetf", "fednh", "fedrod"])
+def test_methods_that_change_a_split_model_refuse_one_with_functions_of_its_own(method: str) -> None:
+    kind, hparams = registry.configured(method, "")
+    kind.client.build_model(ModelSpec(f"{NETS}:split", 10, SHAPE, 0, NONE), hparams)
+    with pytest.raises(BadRequest, match="is a Split, and this method changes"):
+        kind.client.build_model(ModelSpec(f"{NETS}:Split", 10, SHAPE, 0, NONE), hparams)
 
 
 @pytest.mark.parametrize(

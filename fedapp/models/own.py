@@ -194,6 +194,8 @@ def _split(name: str, net: nn.Module, num_classes: int, settings: ModelSettings)
             )
         if odd := next((n for n in net.state_dict() if not n.startswith(("features.", "head."))), ""):
             raise BadRequest(f"model '{name}': '{odd}' is outside features and head: put it into features")
+        if type(net.head) is not nn.Linear:
+            raise BadRequest(f"model '{name}' has a head of type {type(net.head).__name__}: make it a plain nn.Linear")
         _check_apart(name, net.head, net.features)
         net.name = name
         return net
