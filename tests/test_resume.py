@@ -43,6 +43,14 @@ def test_a_refused_resume_leaves_the_finished_run_as_it_was(tiny: Tiny) -> None:
     assert (result.out / "summary.json").read_text() == before and not (result.out / "error.json").exists()
 
 
+def test_a_resumed_run_takes_every_key_that_may_change(tmp_path: Path) -> None:
+    write_toml(tmp_path / "config.toml", from_flat({"method": "fedavg"}))
+    for key in ("lost-state", "track", "wait-timeout", "round-timeout"):
+        assert engines.resumed(tmp_path, {key: "x"})[key] == "x"
+    with pytest.raises(BadRequest, match=r"num-server-rounds, lost-state, .* leave out lr"):
+        engines.resumed(tmp_path, {"lr": 0.1, "round-timeout": 9.0})
+
+
 def test_a_resumed_run_keeps_the_noise_of_its_rounds(tmp_path: Path) -> None:
     values = {"method": "lgfedavg", "dp": "client", "clip-update": 1.0}
     write_toml(tmp_path / "config.toml", from_flat({**values, "num-server-rounds": 10}))

@@ -99,14 +99,15 @@ def resumed(place: Path, given: Mapping[str, Any], *others: str, out: Path | Non
 
     Raises
     ------
-    BadRequest : the run does not exist, or an argument other than the total number of rounds is given (`others` names
-        those that are not keys).
+    BadRequest : the run does not exist, or an argument that must not change is given (`others` names those that are
+        not keys).
     """
     elsewhere = ["out"] if out is not None and absolute(out) != absolute(place) else []
-    if named := [*sorted(set(given) - {"num-server-rounds", "lost-state", "track"}), *others, *elsewhere]:
+    free = [key for key in configuration.CHANGEABLE if key not in ("out", "resume")]
+    if named := [*sorted(set(given) - set(free)), *others, *elsewhere]:
         raise BadRequest(
-            f"a resumed run takes everything but the number of rounds, lost-state and track from "
-            f"{place / 'config.toml'}; leave out {', '.join(named)}"
+            f"a resumed run takes everything but {', '.join(free)} from {place / 'config.toml'}; "
+            f"leave out {', '.join(named)}"
         )
     out = absolute(place)
     check_out(out, resume=True)
