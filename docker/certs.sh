@@ -55,9 +55,12 @@ subjectKeyIdentifier = hash
 authorityKeyIdentifier = keyid
 subjectAltName = $names
 EOF
-openssl ecparam -name prime256v1 -genkey -noout -out "$dir/server.key"
-openssl req -new -sha256 -key "$dir/server.key" -subj "/O=fedapp/CN=$1" -out "$work/server.csr"
+# A key without its certificate would keep the SuperLink from starting, so both are replaced once both are made.
+openssl ecparam -name prime256v1 -genkey -noout -out "$work/server.key"
+openssl req -new -sha256 -key "$work/server.key" -subj "/O=fedapp/CN=$1" -out "$work/server.csr"
 openssl x509 -req -sha256 -in "$work/server.csr" -CA "$dir/ca.crt" -CAkey "$dir/ca.key" -CAcreateserial \
-  -CAserial "$work/serial" -days "${DAYS:-365}" -extfile "$work/server.cnf" -out "$dir/server.crt" 2> /dev/null
+  -CAserial "$work/serial" -days "${DAYS:-365}" -extfile "$work/server.cnf" -out "$work/server.crt" 2> "$work/errors" ||
+  { cat "$work/errors" >&2; exit 1; }
+mv -f "$work/server.key" "$work/server.crt" "$dir/"
 chmod 644 "$dir/ca.crt" "$dir/server.crt"
 echo "$dir: server certificate for $names, valid until $(openssl x509 -in "$dir/server.crt" -noout -enddate | cut -d= -f2)"

@@ -33,7 +33,7 @@ STUDIES = {
     "har": "methods on 30 persons' movements: docs/har.md",
     "har_plain": "FedPer on HAR in plain PyTorch, a check of docs/har.md",
     "heads": "heads in closed form on one extractor: docs/methods/fed3r.md",
-    "leakage": "information in the clients' replies: docs/deployment.md",
+    "leakage": "information in the clients' replies: docs/threat-model.md",
     "privacy": "accuracy and attacks by epsilon: docs/privacy.md",
     "secure_sums": "bytes and processor seconds of secure sums: docs/secure-sums.md",
     "trust": "processor seconds of the checks of replies: docs/robustness.md",

@@ -172,6 +172,11 @@ def test_certificates_and_keys(tmp_path: Path) -> None:
         assert stat.S_IMODE((certs / name).stat().st_mode) == 0o600
     sh("certs.sh", str(certs), "superlink.example.org")
     assert (certs / "ca.crt").read_bytes() == before[0] and (certs / "server.crt").read_bytes() != before[1]
+    before = (certs / "server.key").read_bytes(), (certs / "server.crt").read_bytes()
+    wrong = [DOCKER / "certs.sh", certs, "superlink.example.org", "192.0.2.300"]
+    done = subprocess.run(wrong, capture_output=True, text=True)
+    assert done.returncode == 1 and "192.0.2.300" in done.stderr
+    assert before == ((certs / "server.key").read_bytes(), (certs / "server.crt").read_bytes())
     verify = ["openssl", "verify", "-x509_strict", "-CAfile", str(certs / "ca.crt"), "-purpose", "sslserver",
               "-verify_hostname", "superlink.example.org", str(certs / "server.crt")]  # fmt: skip
     assert subprocess.run(verify, capture_output=True).returncode == 0

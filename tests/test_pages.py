@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import tomllib
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -14,6 +16,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from fedapp import cli, config, registry
+from fedapp.bodies import known
+from fedapp.cli import listing
 from tests import site_pages
 from tests.readme import ROOT
 from tests.site_text import folded, relinked, rewritten
@@ -238,3 +242,55 @@ def test_long_commands_of_the_site_break_between_their_options() -> None:
         after = folded(before)
         assert sorted(before.replace("\\\n", " ").split()) == sorted(after.replace("\\\n", " ").split()), page
         assert not re.search(r" --?[\w-]+ \\\n +[^- ]", after), page
+
+
+def test_lists_of_methods_on_pages_are_complete() -> None:
+    methods = registry.discover().values()
+    sums, robust, threat = (
+        (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("secure-sums", "robustness", "threat-model")
+    )
+    which = sums[sums.index("## Which methods") : sums.index("## What the server still sees")]
+    able, refused = which.split("Other methods are refused")
+    for m in methods:
+        title = "Training alone" if m.id == "local" else re.split(r",| \+", m.title)[0]
+        assert title in named(able if listing.secure_sums(m) != "no" else refused), m.id
+    capped = re.search(r"weighs by counts \((.*?): 2\)", robust)
+    assert capped and set(re.split(", | and ", capped[1])) == {
+        m.title for m in methods if m.usual_cap(m.hparams()) == 2.0
+    }
+    least = re.search(r"min_count=3\"` for (.*?)\.", threat)
+    assert least and set(re.split(", | and ", least[1])) == {
+        m.title for m in methods if m.class_threshold(m.hparams()) == "min_count"
+    }
+
+
+def named(text: str) -> set[str]:
+    """The entries of the lists in a text."""
+    return {entry.strip() for entry in re.split(r"[,;:.()]| and | with | is | sends ", text)}
+
+
+def test_numbers_of_methods_are_those_of_the_registry() -> None:
+    count = len(registry.ORDER)
+    for file, number in (
+        ("README.md", count),
+        ("docs/index.md", count),
+        ("pyproject.toml", count - 4),
+        ("CITATION.cff", count - 4),
+    ):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"\b{number} (more |further |federated-learning |)methods", text), file
+
+
+def test_extras_and_digits_of_bodies_are_those_of_the_package() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    page = (DOCS / "installing.md").read_text(encoding="utf-8")
+    rows = re.search(r"\| extra \| brings \|\n\|.*\n((?:\|.*\n)+)", page)
+    assert rows and {e for line in rows[1].splitlines() for e in re.findall(r"`(\w+)`", line.split("|")[1])} == set(
+        extras
+    )
+    frozen = (DOCS / "frozen.md").read_text(encoding="utf-8")
+    wide = {"efficientnet-lite0": 1280, "minilm": 384}
+    digests = [
+        dataclasses.replace(b, pooling="mean", width=wide[b.name]).digest[:8] for b in known.KNOWN if not b.tokenizer
+    ]
+    assert digests and all(f"| {d} | " in frozen and d in frozen.split("`bodies=")[1] for d in digests)

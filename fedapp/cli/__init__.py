@@ -347,7 +347,8 @@ WithBody = Annotated[
     typer.Option(
         "--with",
         help="take raw pictures or texts: the body on whose features the model was trained, as in 'text.onnx "
-        "tokenizer=tokenizer.json'; if the run has several heads: the first 8 digits of the body's SHA-256",
+        "tokenizer=tokenizer.json'; if the run has several heads: the first 8 digits of the body, "
+        "as `fedapp features` prints them",
         metavar="BODY",
     ),
 ]

@@ -48,7 +48,7 @@ def load(
         that do so; see the head of this module. The attribute `about` says which model was found.
     allow : own models that the run may name, `package.module:function` or `package.*` with commas between them; their
         code is imported.
-    body : first 8 or more digits of the SHA-256 of a pretrained body, where the run has one head for each (`bodies`).
+    body : first 8 or more digits of the digest of a pretrained body, where the run has one head for each (`bodies`).
 
     Returns
     -------

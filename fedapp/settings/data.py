@@ -85,7 +85,7 @@ class DataSettings(Group):
     bodies: str = Field(
         "",
         description="pretrained bodies of the clients' features, which get one head each: the first 8 or more digits "
-        "of their SHA-256, comma-separated; empty = all clients have one body",
+        "that `fedapp features` prints, comma-separated; empty = all clients have one body",
     )
     partition_seed: Annotated[int, Field(ge=0, lt=2**31), OrAuto] = Field(
         AUTO,
@@ -95,7 +95,7 @@ class DataSettings(Group):
 
     @cached_property
     def named_bodies(self) -> tuple[str, ...]:
-        """First digits of the SHA-256 of each body."""
+        """First digits of the digest of each body."""
         return tuple(listed(self.bodies.lower()))
 
     @cached_property

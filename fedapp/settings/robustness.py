@@ -27,14 +27,14 @@ class RobustnessSettings(Group):
     robust: str = Field(
         "none",
         description="rules against malicious clients, for every average of their replies, from left to right: norm, "
-        "median, trimmed, krum, multikrum, geomedian, such as norm+trimmed; own = the rule of cwFedAvg, FedGH or CCVR",
+        "median, trimmed, krum, multikrum, geomedian, such as norm+trimmed; own = the rule of the method's page",
     )
     robust_f: int = Field(1, ge=0, description="clients of a round that may be malicious, for robust")
     count_cap: Annotated[float, OrAuto] = Field(
         AUTO,
         description="cap on a client's reported sample count, as a multiple of the clients' median; 0 = no limit; "
-        "auto = 2 with robust, 10 on real nodes without secure-sum (which hides counts; CCVR 2), else 0. Test counts "
-        "in pooled scores have the same cap (auto = 10 on real nodes, else 0)",
+        "auto = 2 with robust, 10 on real nodes without secure-sum (which hides counts; CCVR, Personal CCVR, QDA 2), "
+        "else 0. Test counts in pooled scores have the same cap (auto = 10 on real nodes, else 0)",
     )
 
     @cached_property
