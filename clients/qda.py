@@ -45,7 +45,7 @@ class QDAHParams(HeadHParams):
     share: float = Field(
         0.7, ge=0, le=1, description="h, share of the covariance within all classes in that of each class (no paper)"
     )
-    shrink: float = Field(0.2, gt=0, le=1, description="g, share of tr(Sigma)/d I in each covariance (no paper)")
+    shrink: float = Field(0.2, ge=1e-9, le=1, description="g, share of tr(Sigma)/d I in each covariance (no paper)")
     prior: Literal["uniform", "pooled"] = Field(
         "uniform", description="pi_c: the same for all classes, or n_c / N (no paper)"
     )

@@ -71,7 +71,7 @@ class HeadHParams(PostHocHParams):
     )
 
     auto_with_noise: ClassVar = {"scale": "none"}
-    exact: ClassVar = {("scale", "fit"): "asks for exact losses: take scale=trained or none"}
+    exact: ClassVar = {("scale", "fit"): "asks for exact losses: take scale=none"}
 
     def settled(self, given: bool = False) -> Self:
         """Return them with the scale that `auto` stands for: a head that nothing trained has no scale of its own."""

@@ -192,7 +192,8 @@ class PostHoc(Strategy):
             "deployable": True,
             "clients": len(replies),
             "samples": samples,
-            "samples_left_out": sum(r.num_samples for r in replies) - samples,
+            # Noise and count-cap change counts too, where no threshold leaves samples out.
+            "samples_left_out": sum(r.num_samples for r in replies) - samples if self.settings.min_count > 1 else 0,
             "classes_unseen": np.flatnonzero(counts == 0).tolist(),
             "head_norm_ratio": [heads.norm_ratio(h["head.weight"][counts > 0]) for h in (before, entry["head"])],
             **found,

@@ -79,10 +79,10 @@ class ClosedForm(WithShares):
         """Return the repair with a head whose logits were multiplied by `scale`; with `personal` also q and w."""
         if not self.settings.personal:
             return {"head": head}
-        if self.settings.scale == "none":
+        if self.settings.scale != "fit":
             self.context.warn(
                 f"{self.method.id}: personal=true adds log shares to logits that no factor was fitted for, since "
-                "scale = none: one of the two may count too much. scale=fit fits it, without dp"
+                f"scale = {self.settings.scale}: one of the two may count too much. scale=fit fits it, without dp"
             )
         return {"head": head, "shares": shares_of(counts), "strength": self.settings.strength(scale)}
 

@@ -86,8 +86,11 @@ class Fed3RHParams(SquaresHParams):
         return rows, entries
 
     def strength(self, scale: float) -> float:
-        """Return 1: one-hot labels of all rows are fitted, so that their shares are in the logits."""
-        return 1.0
+        """Return 1: one-hot labels of all rows are fitted, so that their shares are in the logits.
+
+        Rows of norm 1 hold none, as in FedCOF.
+        """
+        return 0.0 if self.normalise else 1.0
 
 
 class Fed3R(HeadFromSums):

@@ -16,6 +16,7 @@ import numpy as np
 
 from clients.pfedfda import GAUSSIANS, PFedFDAClient, PFedFDAHParams
 from fedapp.core.gaussian import pack, unpack
+from fedapp.core.sums import is_positive
 from fedapp.method import Method, Reply, ServerContext, ServerState, TrainDefaults
 from fedapp.reduce.spec import Mean
 from strategies.base import Strategy
@@ -32,10 +33,16 @@ class PFedFDA(Strategy):
         return {**state, "model": {**state["model"], **start}}
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse a negative variance."""
-        if (np.diag(unpack(reply.arrays[GAUSSIANS + "cov"], self.context.width)) < 0).any():
+        """Refuse a negative variance, and a covariance that no representations have."""
+        cov, last = (unpack(m[GAUSSIANS + "cov"], self.context.width) for m in (reply.arrays, state["model"]))
+        if (np.diag(cov) < 0).any():
             return "variances must not be negative"
-        return None
+        slack = 1e-3 * max(float(np.abs(cov).max()), 1.0)
+        if is_positive(cov + slack * np.eye(len(cov))):
+            return None
+        # A median of covariances may have a negative eigenvalue, and a client that keeps the median returns it.
+        least, allowed = (float(np.linalg.eigvalsh(c)[0]) for c in (cov, last))
+        return "no representations have this covariance" if least < min(allowed, 0.0) - slack else None
 
 
 METHOD = Method(

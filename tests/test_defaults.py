@@ -234,7 +234,7 @@ LIMITS: dict[str, str] = {
     "fedncm": "min_count >= 1",
     "fed3r": "min_count >= 1, random_features >= 0",
     "lda": "min_count >= 1, shrink > 0, shrink <= 1",
-    "qda": "min_count >= 1, share >= 0, share <= 1, shrink > 0, shrink <= 1",
+    "qda": "min_count >= 1, share >= 0, share <= 1, shrink >= 1e-09, shrink <= 1",
     "fedcof": "min_count >= 1",
     "pccvr": f"{CCVR_LIMITS}, tau >= 0, smooth > 0",
     "fedproto": "lam >= 0",

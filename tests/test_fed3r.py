@@ -24,6 +24,7 @@ from fedapp.models import build_model, selection
 from fedapp.results.predict import read_model
 from fedapp.settings import ModelSettings
 from fedapp.tasks import simulated
+from strategies.fed3r import Fed3RHParams
 from tests.closedform import (
     CLIENTS,
     B,
@@ -128,6 +129,16 @@ def test_small_classes_stay_with_the_client(method: str) -> None:
     assert found["samples"] == 7 and found["samples_left_out"] == 3 and found["classes_unseen"] == [2]
     kept = [([[1, 2], [2, 1], [3, 3], [0, 4], [1, 5]], [0, 0, 0, 1, 1]), ([[2, 6], [0, 6]], [1, 1])]
     np.testing.assert_array_equal(wide(head), wide(repaired(method, data=kept)[0]))
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_features_that_are_0_everywhere_give_a_head(method: str) -> None:
+    head, _ = repaired(method, data=[(np.zeros((3, 2)), [0, 1, 1]), (np.zeros((2, 2)), [0, 1])])
+    assert np.isfinite(wide(head)).all()
+
+
+def test_rows_of_norm_1_hold_no_class_shares() -> None:
+    assert Fed3RHParams().strength(5.0) == 1.0 and Fed3RHParams(normalise=True).strength(5.0) == 0.0
 
 
 @pytest.mark.parametrize("method", HEADS)

@@ -157,6 +157,7 @@ def test_a_factor_that_was_not_fitted_is_warned_of(tmp_path: Path, tiny: Tiny) -
     place = union(tmp_path / "f.npz", [60, 30])
     for text, warned in (
         ("lda scale=none personal=true", True),
+        ("lda scale=trained personal=true", True),
         ("lda personal=true", False),
         ("lda scale=none", False),
     ):

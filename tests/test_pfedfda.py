@@ -13,6 +13,7 @@ import torch
 
 from clients.pfedfda import GAUSSIANS, PFedFDAClient, PFedFDAHParams
 from fedapp import sampling
+from fedapp.core import sums
 from fedapp.core.adaptation import Gaussians, choose, estimate, folds, log_prior, rule
 from fedapp.core.gaussian import pack, unpack
 from fedapp.core.sums import FeatureSums, discriminant, nearest_mean
@@ -109,6 +110,14 @@ def test_beta_is_the_smallest_cross_entropy_on_held_out_halves_of_a_slow_search(
             if total < best[0] - 1e-9:
                 best = (total, (a, b))
     assert tuple(got) == pytest.approx(best[1]) and best[1] not in ((0, 0), (1, 1))
+
+
+def test_each_covariance_is_factorised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve, seen = sums._solve, list[int]()
+    monkeypatch.setattr(sums, "_solve", lambda matrix, rows: (seen.append(len(rows)), solve(matrix, rows))[1])
+    y, shared = np.repeat([0, 1], 8), Gaussians(np.eye(2), np.eye(2))
+    choose(np.eye(2)[y], y, shared, log_prior(y, 2, 0.05), 0.05, 2, np.random.default_rng(0))
+    assert seen == [4] * 22  # 2 folds, 11 covariances; the means of both ends
 
 
 def test_folds_halve_every_class() -> None:
@@ -276,7 +285,12 @@ def test_the_server_averages_by_samples_and_refuses_what_does_not_fit() -> None:
     negative = {**good, GAUSSIANS + "cov": np.array([1, 0, -1], np.float32)}
     assert "negative" in str(refusal(server, state, replace(sent[0], arrays=negative)))
     off = {**good, GAUSSIANS + "cov": np.array([1, -5, 1], np.float32)}
+    assert "no representations" in str(refusal(server, state, replace(sent[0], arrays=off)))
+    # A client that keeps an indefinite median of covariances returns it.
+    state["model"] = {**state["model"], GAUSSIANS + "cov": off[GAUSSIANS + "cov"]}
     assert refusal(server, state, replace(sent[0], arrays=off)) is None
+    half = {**good, GAUSSIANS + "cov": np.array([1, 0.99951, 0.999], np.float16).astype(np.float32)}
+    assert refusal(server, state, replace(sent[0], arrays=half)) is None
 
 
 def test_a_federation_with_absent_clients_and_its_columns(tiny: Callable[..., RunResult]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -474,3 +475,10 @@ def test_a_node_with_an_older_ledger_releases_nothing(tmp_path: Path, home: Path
 def test_a_client_with_noise_never_begins_anew(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"lost-state = 'restart' may begin with an empty ledger"):
         from_flat({**NODES, "lost-state": "restart"})
+
+
+def test_every_remedy_of_a_refusal_is_a_value_of_the_method() -> None:
+    for method in registry.discover().values():
+        for text in method.hparams.exact.values():
+            for key, value in re.findall(r"take (\w+)=(\w+)", text):
+                assert getattr(method.hparams.model_validate({key: value}), key) == value

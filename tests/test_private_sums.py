@@ -141,6 +141,7 @@ def test_statistics_with_little_noise_give_the_head_without(method: str, tmp_pat
     exact = go(tmp_path / "exact", **values)
     noisy = go(tmp_path / "noisy", **values, **STATISTICS)
     chance = go(tmp_path / "chance", **values, **{**STATISTICS, "dp-noise": 40.0})
+    assert all(r["calibration"]["samples_left_out"] == 0 for r in (exact, noisy, chance))
     found = [r["calibration"]["after"] for r in (exact, noisy, chance)]
     assert found[0] > 0.6 and abs(found[1] - found[0]) < 0.15 and found[2] < 0.4
 

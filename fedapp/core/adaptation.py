@@ -84,7 +84,9 @@ def choose(
         rows, labels = torch.from_numpy(z[held_out]), torch.from_numpy(y[held_out])
         for j, b in enumerate(GRID):
             # W is linear in the means: one solve for both ends, and every beta of the means between them.
-            ends = [rule(own.mixed(shared, (a, b)), np.zeros_like(prior), eps)[:, :-1] for a in (1, 0)]
+            means = np.vstack([own.mean, shared.mean])
+            both = Gaussians(means, own.mixed(shared, (1, b)).cov)
+            ends = np.split(rule(both, np.zeros(len(means)), eps)[:, :-1], 2)
             first, last = (rows @ torch.from_numpy(w).T for w in ends)
             for i, a in enumerate(GRID):
                 mean = a * own.mean + (1 - a) * shared.mean

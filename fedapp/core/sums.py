@@ -45,7 +45,7 @@ PENALTIES: Float64 = np.array(
     [p * f for p in (1e-2, 1e-1, 1e0, 1e1, 1e2, 1e3, 1e4) for f in (1.0, 1.7782794100389228, 3.1622776601683795,
      5.623413251903491)] + [1e5]
 )  # fmt: skip
-"""Multiples of a feature's mean square, 0.01 to 100,000; `best_penalty` takes one of them."""
+"""Multiples of a centred feature's mean square, 0.01 to 100,000; `best_penalty` takes one of them."""
 MOST_BITS, LEAST_BITS = 18, 4
 """Bits behind the point of features whose sums are exact."""
 OFFSET = 100.0
@@ -240,10 +240,7 @@ def _problem_of_squares(packed: Float64, b: Float64, lost: float) -> str | None:
         a = blas.dsyrk(-1.0, (b[seen] / np.sqrt(b[seen, -1:])).T, beta=1.0, c=a, lower=1, overwrite_c=1)
     np.fill_diagonal(a, a.diagonal() + slack)
     a[-1] = np.eye(1, len(a), len(a) - 1)  # the scatter has no row of the constant
-    root, negative = lapack.dpotrf(a, lower=1, clean=0, overwrite_a=1)
-    # With sums near the largest float64 a pivot may be NaN, which LAPACK takes for positive.
-    valid = negative == 0 and np.isfinite(root.diagonal()).all()
-    return None if valid else "no features have these second moments"
+    return None if is_positive(a, overwrite=True) else "no features have these second moments"
 
 
 def check_offset(a: Float64) -> None:
@@ -285,6 +282,13 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def is_positive(matrix: Float64, overwrite: bool = False) -> bool:
+    """Return whether a symmetric matrix (d, d) is positive definite; only its lower triangle is read."""
+    root, negative = lapack.dpotrf(matrix, lower=1, clean=0, overwrite_a=overwrite)
+    # With values near the largest float64 a pivot may be NaN, which LAPACK takes for positive.
+    return bool(negative == 0 and np.isfinite(root.diagonal()).all())
+
+
 def _solve(matrix: Float64, rows: Float64) -> Float64:
     """Return X (C, d) with ``matrix x_c = rows_c``, for a matrix that is positive definite but for rounding."""
     right = torch.from_numpy(np.ascontiguousarray(rows.T))
@@ -293,7 +297,7 @@ def _solve(matrix: Float64, rows: Float64) -> Float64:
         if not int(negative):
             return np.ascontiguousarray(torch.cholesky_solve(right, root).numpy().T)
     values, vectors = torch.linalg.eigh(torch.from_numpy(matrix))
-    values = values.clamp_min(float(values.max()) * 1e-12)
+    values = values.clamp_min(max(float(values.max()) * 1e-12, np.finfo(np.float64).tiny))
     return np.ascontiguousarray((vectors @ ((vectors.T @ right) / values[:, None])).numpy().T)
 
 
