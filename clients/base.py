@@ -117,6 +117,7 @@ class FedClient(PositionalClient):
         self.model: SplitModel
         self.tuned: SplitModel
         self.report = TrainReport()
+        self._renewed: set[Any] | None = None  # modules whose running statistics this training has reset
         self.newcomer = False  # whether `meet` scores it
         self.newcomer_epochs: int | None = None  # of local training, which `meet` gives
         self.stored: Stored | None = None  # the state that `restore` has read, with `self.own`
@@ -254,9 +255,10 @@ class FedClient(PositionalClient):
 
     def train_locally(self, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Run the local training of the round; return `after_training()`. The report is in `self.report`."""
-        drop_statistics(self.model, self.task.buffers)
+        self._renewed = set() if self.task.buffers == "drop" else None
         self.before_training(payload)
         self.report = self.run_phases()
+        self._renewed = None
         return self.after_training(payload)
 
     def run_phases(self) -> TrainReport:
@@ -273,6 +275,8 @@ class FedClient(PositionalClient):
         x, y = (self.task.x_train, self.task.y_train) if phase.rows is None else phase.rows
         with contextlib.ExitStack() as stack:
             held = stack.enter_context(trained_alone(model, phase.prefixes))
+            if self._renewed is not None:
+                drop_statistics(model, held, self._renewed)
             if once := self._trains_head_alone(phase, held):
                 x = self.representations(x)
                 stack.enter_context(taking_representations(self.model))

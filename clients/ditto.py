@@ -29,7 +29,7 @@ from fedapp.lazy import Tensor
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import Arrays, Payload
 from fedapp.models import selection
-from fedapp.models.copies import copied, drop_statistics
+from fedapp.models.copies import copied
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
@@ -67,7 +67,6 @@ class DittoClient(PrivateClient):
 
     def before_training(self, payload: Payload) -> None:
         """Keep w^t, which the training of w_k changes in place."""
-        drop_statistics(self.personal, self.task.buffers)
         self.received = self.snapshot()
 
     def phases(self) -> Sequence[Phase]:

@@ -21,8 +21,9 @@ from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore, read_checked, read_safetensors
 from fedapp.learning.task import ModelSpec, Task
+from fedapp.learning.training import Batch
 from fedapp.method import BaseHParams, Payload
-from fedapp.models import SplitModel
+from fedapp.models import SplitModel, weights
 from strategies.fedavg import METHOD as FEDAVG
 from tests.handmade import digit_tasks
 
@@ -157,13 +158,65 @@ def test_running_statistics_travel_stay_or_start_anew(buffers: str, tmp_path: Pa
     assert (stat in arrays) is (buffers == "global")
     assert "features.2.num_batches_tracked" not in arrays
     trained = first.model.state_dict()[stat].clone()
-    again, begun = client(0), []
-    again.before_training = lambda payload: begun.append(again.model.state_dict()[stat].clone())  # type: ignore[method-assign]
+    again = client(0)
+    begun = statistics_by_step(again)
     again.restore(2, Payload(arrays=arrays))
     again.receive(Payload(arrays=arrays))
     assert torch.allclose(again.model.state_dict()[stat], trained), "a score is of the statistics that were trained"
     again.train_to_score(Payload(arrays=arrays))
     assert torch.equal(begun[0], torch.zeros(32)) if buffers == "drop" else torch.allclose(begun[0], trained)
+
+
+def statistics_by_step(client: FedClient) -> list[torch.Tensor]:
+    """The running mean of BatchNorm before each training step that is still to come."""
+    seen, loss = list[torch.Tensor](), client.step_loss
+
+    def step_loss(batch: Batch) -> torch.Tensor:
+        seen.append(client.model.state_dict()["features.2.running_mean"].clone())
+        return loss(batch)
+
+    client.step_loss = step_loss  # type: ignore[method-assign]
+    return seen
+
+
+def test_statistics_are_reset_where_a_phase_begins_to_move_them(tmp_path: Path) -> None:
+    """FedRep trains its head on the body as received, and FedAMP may start from a model that the client kept."""
+    from clients.fedamp import FedAMPClient, FedAMPHParams
+    from clients.fedrep import FedRepClient, FedRepHParams
+    from strategies.fedamp import METHOD as FEDAMP
+    from strategies.fedrep import METHOD as FEDREP
+
+    for kind, method, hparams in (
+        (FedRepClient, FEDREP, FedRepHParams(head_epochs=2)),
+        (FedAMPClient, FEDAMP, FedAMPHParams(start="own")),
+    ):
+        normed = type("NormedKind", (kind,), {"build_model": classmethod(Normed.build_model.__func__)})  # type: ignore[attr-defined]
+
+        def one(kind: Any = normed, method: Any = method, hparams: Any = hparams) -> FedClient:
+            store = ClientStore(tmp_path / method.id, method.id, "aa")
+            made: FedClient = kind(normed_task("drop"), method, hparams, store)
+            return made
+
+        first = one()
+        first.train_round(Payload(), 1)
+        kept, zero = first.model.state_dict()["features.2.running_mean"].clone(), torch.zeros(32)
+        client = one()
+        begun = statistics_by_step(client)
+        client.train_round(Payload(), 2)
+        resets = [i for i, mean in enumerate(begun) if torch.equal(mean, zero)]
+        head_steps = 0 if method is FEDAMP else len(begun) * 2 // 3
+        assert resets == [head_steps] and all(torch.equal(mean, kept) for mean in begun[:head_steps])
+
+
+def test_statistics_of_frozen_layers_are_not_reset() -> None:
+    from fedapp.method import BaseHParams
+
+    client = Normed(normed_task("drop"), FEDAVG, BaseHParams())
+    client.restore(1, Payload())
+    weights.freeze("normed", client.model, "features.2")
+    client.model.features[2].running_mean.fill_(0.25)
+    client.train_locally(Payload())
+    assert torch.equal(client.model.state_dict()["features.2.running_mean"], torch.full((32,), 0.25))
 
 
 def test_fedavg_with_batchnorm_on_iid_data_learns_what_one_computer_learns(tmp_path: Path) -> None:

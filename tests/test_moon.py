@@ -53,6 +53,19 @@ def same(a: Arrays, b: Arrays) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
 
 
+def test_a_client_alone_is_pulled_from_nothing_with_dropped_statistics(tmp_path: Path) -> None:
+    """w^t is then the previous model, its statistics included."""
+    from tests.test_engine import Normed, normed_task
+
+    kind = type("NormedMoon", (MoonClient,), {"build_model": classmethod(Normed.build_model.__func__)})  # type: ignore[attr-defined]
+    one = kind(normed_task("drop"), METHOD, MoonHParams(mu=1.0), ClientStore(tmp_path, "moon", "ab"))
+    arrays, _, _ = one.train_round(Payload(), 1)
+    one.restore(2, Payload(arrays=arrays))
+    one.receive(Payload(arrays=arrays))
+    one.train_locally(Payload(arrays=arrays))
+    assert torch.equal(*one.references)
+
+
 def parameters(model: SplitModel) -> Arrays:
     return extract(model, [n for n, _ in model.named_parameters()])
 

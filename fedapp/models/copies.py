@@ -78,9 +78,14 @@ def redrawn(model: SplitModel, seed: int) -> SplitModel:
     return model
 
 
-def drop_statistics(model: nn.Module, buffers: str) -> None:
-    """Reset the running statistics of BatchNorm before a training with `buffers` = `drop`."""
-    if buffers == "drop":
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.reset_running_stats()
+def drop_statistics(model: nn.Module, held: Collection[nn.Module], renewed: set[nn.Module]) -> None:
+    """Reset the running statistics of BatchNorm before the first phase of a round that moves them.
+
+    Parameters
+    ----------
+    held : modules that the phase leaves in evaluation mode.   renewed : those of earlier phases; gets these too.
+    """
+    for module in model.train().modules():  # frozen layers stay in evaluation mode
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module not in {*held, *renewed}:
+            module.reset_running_stats()
+            renewed.add(module)
