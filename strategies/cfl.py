@@ -149,8 +149,6 @@ class CFL(Strategy):
         kept = [
             i for c, m in members.items() for i in m if i in updates and self._usable(seen[i], born[c], server_round)
         ]
-        if all(i in got for m in members.values() for i in m):
-            kept = []  # everybody answers: the next test has its own updates
         return {
             "clusters": clusters, "members": members, "born": born, "norms": norms,
             "updates": {i: updates[i] for i in kept}, "seen": {i: seen[i] for i in kept},

@@ -99,7 +99,8 @@ class CwFedAvg(Strategy):
         for reply, n, p in reduced.shares():  # n_i and p~_i of Eq. 6
             pt[reply.client] = distribution(self.hparams, reply.arrays)  # line 8, for Eq. 7
             given[reply.client] = n, p
-            uploads.add({name: reply.arrays[name] for name in names}, n, p)
+            # Under Ray an array is a view into the whole reply, and would keep all of it in the object store.
+            uploads.add({name: reply.arrays[name].copy() for name in names}, n, p)
             distance = reply.metrics.get("wdr")
             distances.append(float(distance) if isinstance(distance, (int, float)) else np.nan)
         rows = uploads.models

@@ -82,7 +82,13 @@ class FedAMP(Strategy):
         weights = attention(models, self.hparams)
         mixed = dict(zip(clients, combine(weights, models)))
         given = {c: {"of": np.array(clients), "weights": row} for c, row in zip(clients, weights)}
-        return {**state, "mixed": {**state["mixed"], **mixed}, "attention": {**state["attention"], **given}}
+        # A mix is a view into those of its round: one that outlives the round must not hold the others.
+        absent = {
+            c: {n: a if a.base is None else a.copy() for n, a in mix.items()}
+            for c, mix in state["mixed"].items()
+            if c not in mixed
+        }
+        return {**state, "mixed": {**absent, **mixed}, "attention": {**state["attention"], **given}}
 
     def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
         """Return the attention of the round in which each client was last given a mix."""

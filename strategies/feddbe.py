@@ -33,14 +33,16 @@ class FedDBE(Strategy):
         """Average theta, and the means without a z-bar^g; without replies nothing changes."""
         if not reduced.clients:
             return state
-        model = dict(reduced.arrays("model"))
-        mean = {"mean": model.pop(MEAN)} if MEAN in model else {}
-        return {**state, "model": model, **mean}
+        mean = {} if "mean" in state else {"mean": reduced.arrays("mean")[MEAN]}
+        return {**state, "model": reduced.arrays("model"), **mean}
 
 
-def _model_and_mean(context: ServerContext, state: ServerState) -> Arrays:
-    """Return theta, and 0 for z-bar^g where there is none yet."""
-    return {**state["model"], **({} if "mean" in state else {MEAN: np.zeros(context.width, np.float32)})}
+def _mean(context: ServerContext, state: ServerState) -> Arrays:
+    """Return 0 for z-bar^g where there is none yet.
+
+    It is a reduction of its own: representations are longer than changes of a model, and would hide these in a norm.
+    """
+    return {} if "mean" in state else {MEAN: np.zeros(context.width, np.float32)}
 
 
 METHOD = Method(
@@ -51,7 +53,7 @@ METHOD = Method(
     client=FedDBEClient,
     hparams=FedDBEHParams,
     extra_up=(MEAN,),
-    reduces={"train": {"model": Mean(_model_and_mean, features=(MEAN,))}},
+    reduces={"train": {"model": Mean(), "mean": Mean(_mean, features=(MEAN,))}},
     global_model=True,
     travels="the whole model, both ways; once, the mean representation",
 )

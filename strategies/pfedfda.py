@@ -17,8 +17,8 @@ import numpy as np
 from clients.pfedfda import GAUSSIANS, PFedFDAClient, PFedFDAHParams
 from fedapp.core.gaussian import pack, unpack
 from fedapp.core.sums import is_positive
-from fedapp.method import Method, Reply, ServerContext, ServerState, TrainDefaults
-from fedapp.reduce.spec import Mean
+from fedapp.method import Arrays, Method, Reply, ServerContext, ServerState, TrainDefaults
+from fedapp.reduce.spec import Mean, Reduced
 from strategies.base import Strategy
 
 
@@ -31,6 +31,10 @@ class PFedFDA(Strategy):
         mean, cov = context.rng("gaussians").random(shape), pack(np.eye(context.width))
         start = {GAUSSIANS + "mean": mean.astype(np.float32), GAUSSIANS + "cov": cov.astype(np.float32)}
         return {**state, "model": {**state["model"], **start}}
+
+    def update(self, state: ServerState, server_round: int, reduced: Reduced) -> ServerState:
+        """Average bodies, and Gaussians."""
+        return {**state, "model": {**reduced.arrays("body"), **reduced.arrays("gaussians")}}
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse a negative variance, and a covariance that no representations have."""
@@ -45,6 +49,15 @@ class PFedFDA(Strategy):
         return "no representations have this covariance" if least < min(allowed, 0.0) - slack else None
 
 
+def _body(context: ServerContext, state: ServerState) -> Arrays:
+    return {n: a for n, a in state["model"].items() if not n.startswith(GAUSSIANS)}
+
+
+def _gaussians(context: ServerContext, state: ServerState) -> Arrays:
+    """Return mu^g and Sigma^g, a reduction of their own: their changes would hide those of the body in a norm."""
+    return {n: a for n, a in state["model"].items() if n.startswith(GAUSSIANS)}
+
+
 METHOD = Method(
     id="pfedfda",
     title="pFedFDA",
@@ -56,7 +69,12 @@ METHOD = Method(
     defaults=TrainDefaults(clip=10.0),
     shared=("features.",),
     extra_up=(GAUSSIANS,),
-    reduces={"train": {"model": Mean(least="min_count", features=(GAUSSIANS + "mean",))}},
+    reduces={
+        "train": {
+            "body": Mean(_body),
+            "gaussians": Mean(_gaussians, least="min_count", features=(GAUSSIANS + "mean",)),
+        }
+    },
     travels="the body and class Gaussians of one covariance, both ways",
     columns=("beta-mean", "beta-cov"),
 )

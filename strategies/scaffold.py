@@ -9,8 +9,9 @@ of local training is corrected by the difference of two directions, the clients'
 | eta_g             | `hparams.server_lr`                                                     |
 
 Algorithm 1, server:  x <- x + eta_g / |S| sum_{i in S} (y_i - x);   c <- c + 1 / N sum_{i in S} Delta c_i.
-So c is the mean of all clients' c_i after every round, with any participants. With `weights=samples` both means are
-weighted by n_k. With `correct=false` too it is FedAvg bit for bit, and so is its first round in any case (tested).
+So c is the mean of all clients' c_i after every round, with any participants. With `robust` it is not: a rule shortens
+or leaves out Delta c_i, and the client keeps its c_i. With `weights=samples` both means are weighted by n_k. With
+`correct=false` too it is FedAvg bit for bit, and so is its first round in any case (tested).
 """
 
 from __future__ import annotations

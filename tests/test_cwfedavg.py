@@ -208,6 +208,8 @@ def test_against_double_loops(layers: str, clients: int, classes: int) -> None:
     start = server.init(context(initial, classes))
     state = server.aggregate(start, 1, iter(replies))
     assert len(state["rows"]) == min(clients, classes) == len(state["q"])
+    kept = [a for row in state["rows"].values() for a in row.values()]
+    assert not any(np.shares_memory(a, b) for a in kept for r in replies for b in r.arrays.values())
     np.testing.assert_allclose(state["q"].sum(axis=0), 1, rtol=1e-12)
     names = classwise_names(layers, list(initial))
     p = {r.client: slow_pt(r.arrays["head.weight"]) for r in replies}

@@ -208,6 +208,7 @@ def test_absent_clients_keep_their_mix_and_newcomers_get_the_initial_model() -> 
     # Only participants mix: client 0's model of round 1 has no part in round 2.
     np.testing.assert_allclose(second["mixed"][1]["head.weight"], [1.5, 2.0])
     assert sorted(first["mixed"]) == [0, 2], "the old state is left alone"
+    assert second["mixed"][0]["head.weight"].base is None, "the mixes of a past round are not held"
 
 
 def test_a_lone_participant_and_an_empty_round() -> None:

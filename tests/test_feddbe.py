@@ -19,10 +19,13 @@ from fedapp.learning.state import read_safetensors
 from fedapp.learning.training import Batch
 from fedapp.method import Payload, Reply, ServerState
 from fedapp.models import SplitModel, selection
+from fedapp.reduce.reader import Policy
+from strategies.fedavg import METHOD as FEDAVG
 from strategies.feddbe import METHOD, FedDBE
 from tests.handmade import (
     context,
     full_batch,
+    guard,
     images,
     one_batch_task,
     refusal,
@@ -185,3 +188,19 @@ def test_a_run_keeps_the_vectors_at_the_clients(tiny: Callable[..., RunResult]) 
     vectors = [read_safetensors(max(f.glob("*.safetensors")))[0]["model/bias_memory"] for f in folders]
     assert all(v.any() for v in vectors) and len({v.tobytes() for v in vectors}) == len(vectors) > 1
     assert result.summary["ok"] and len(result.final) == 4
+
+
+def test_representations_hide_no_long_update_from_the_norm() -> None:
+    """Means are longer than honest changes of a model: in one vector a change 16 times too long would pass."""
+    ctx, wide = context({"head.weight": np.zeros((2, 3), np.float32)}, clients=5, num_classes=2, width=3), np.ones(3)
+    changes = [0.1, 0.1, 0.1, 0.1, 2.0]
+    got = {}
+    for method in (METHOD, FEDAVG):
+        strategy = method.strategy(method, method.hparams(), policy=Policy(guard(robust="norm")))
+        state = strategy.init(ctx)
+        sent = [
+            reply(k, 10, {"head.weight": np.full((2, 3), c, np.float32), MEAN: np.float32((k < 4) * 5 * wide)})
+            for k, c in enumerate(changes)
+        ]
+        got[method.id] = strategy.aggregate(state, 1, iter(sent))["model"]["head.weight"]
+    np.testing.assert_array_equal(got["feddbe"], got["fedavg"])
