@@ -12,8 +12,8 @@ Classification, 2019: FedAvg with momentum on the server.
     v <- beta v + (1 - dampening) Delta w;    w <- w - eta v                    (Flower's form: dampening 0)
                                               w <- w - eta (Delta w + beta v)   (Nesterov, dampening 0)
 
-Only trainable parameters have a velocity. BatchNorm's running statistics are plain averages: momentum could carry a
-variance below 0. With beta = 0, dampening 0 and eta = 1 it is FedAvg bit for bit.
+BatchNorm's running statistics are plain averages: momentum could carry a variance below 0. Other buffers of an own
+model have a velocity, as parameters have. With beta = 0, dampening 0 and eta = 1 it is FedAvg bit for bit.
 """
 
 from __future__ import annotations
