@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from clients.base import FedClient
+from fedapp.core import names
 from fedapp.core.averages import blended
 from fedapp.core.pairwise import cosine_from_gram, gram
 from fedapp.method import Arrays, BaseHParams, Blend, Method, Payload, Scored, ServerContext, ServerState
@@ -190,7 +191,7 @@ class CFL(Strategy):
 
 def _difference(model: Mapping[str, Any], start: Mapping[str, Any]) -> Arrays:
     """Return the update of what gradients train; running statistics of normalisation layers have no direction."""
-    trained = [n for n in start if not n.endswith((".running_mean", ".running_var"))]
+    trained = [n for n in start if not n.endswith(names.RUNNING_STATISTICS)]
     return {n: model[n] - start[n] for n in trained}
 
 

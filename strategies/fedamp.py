@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.fedamp import FedAMPClient, FedAMPHParams
+from fedapp.core import names
 from fedapp.core.pairwise import combine, cosine_matrix, squared_distances
 from fedapp.method import Array, Arrays, Blend, Method, Payload, ServerContext, ServerState
 from fedapp.reduce.spec import Each, Reduced
@@ -37,7 +38,7 @@ def attention(models: Sequence[Arrays], hparams: FedAMPHParams) -> NDArray[np.fl
     -------
     (m, m) float64, not negative, rows sum to 1.
     """
-    trained = [{n: a for n, a in w.items() if not n.endswith((".running_mean", ".running_var"))} for w in models]
+    trained = [{n: a for n, a in w.items() if not n.endswith(names.RUNNING_STATISTICS)} for w in models]
     itself: NDArray[np.bool_] = np.eye(len(models), dtype=bool)
     weights: NDArray[np.float64]
     if len(models) == 1:
