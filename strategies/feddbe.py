@@ -36,6 +36,11 @@ class FedDBE(Strategy):
         mean = {} if "mean" in state else {"mean": reduced.arrays("mean")[MEAN]}
         return {**state, "model": reduced.arrays("model"), **mean}
 
+    def global_arrays(self, state: ServerState) -> Arrays | None:
+        """Return theta with a vector of zeros as the private one, so that it can be stored and used as it is."""
+        arrays = super().global_arrays(state)
+        return arrays and {**arrays, "bias_memory": np.zeros_like(arrays["head.weight"][0])}
+
 
 def _mean(context: ServerContext, state: ServerState) -> Arrays:
     """Return 0 for z-bar^g where there is none yet.

@@ -10,9 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 
-from clients.fedetf import SCALE, FedETFClient, FedETFHParams
-from fedapp.method import ALL
+from clients.fedetf import ETF, SCALE, FedETFClient, FedETFHParams, simplex
+from fedapp.method import ALL, Arrays, ServerState
+from strategies.base import Strategy
 from strategies.fedavg import METHOD as FEDAVG
+
+
+class FedETF(Strategy):
+    """FedAvg's server."""
+
+    def global_arrays(self, state: ServerState) -> Arrays | None:
+        """Return the model with the simplex, so that it can be stored and used as it is."""
+        arrays = super().global_arrays(state)
+        if arrays is None or not self.hparams.etf:
+            return arrays
+        return {**arrays, ETF: simplex(len(arrays["head.bias"])).numpy()}
 
 
 def _shared(hparams: FedETFHParams) -> tuple[str, ...]:
@@ -20,6 +32,7 @@ def _shared(hparams: FedETFHParams) -> tuple[str, ...]:
 
 
 METHOD = dataclasses.replace(
-    FEDAVG, id="fedetf", title="FedETF", paper="Li et al., ICCV 2023", client=FedETFClient, hparams=FedETFHParams,
-    shared=_shared, head="shape", deploy_as="trained", linear=False, travels="body, projection and scale, both ways",
+    FEDAVG, id="fedetf", title="FedETF", paper="Li et al., ICCV 2023", strategy=FedETF, client=FedETFClient,
+    hparams=FedETFHParams, shared=_shared, head="shape", deploy_as="trained", linear=False,
+    travels="body, projection and scale, both ways",
 )  # fmt: skip

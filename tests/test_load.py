@@ -15,11 +15,14 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fedapp
+from fedapp import registry
 from fedapp.cli import app
 from fedapp.data.transforms import channels_first, normalise
 from fedapp.errors import BadRequest
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated as tasks
+from tests import own_nets
+from tests.matrix import methods
 from tests.test_predict import trained
 
 METHODS: list[dict[str, Any]] = [
@@ -41,6 +44,13 @@ def hits(net: fedapp.results.predict.LoadedModel, run: RunResult, client: int) -
     assert run.config is not None
     task = tasks.simulated_task(run.config, client, len(run.final), torch.device("cpu"))
     return int((net.predict(task.x_test.numpy()).argmax(1) == task.y_test.numpy()).sum())
+
+
+def of_global(net: fedapp.results.predict.LoadedModel, run: RunResult) -> float:
+    """Return the accuracy of a loaded model on the central test set."""
+    assert run.config is not None
+    x, y = tasks.federated(run.config, 3).central(torch.device("cpu")) or pytest.fail("no central test set")
+    return float((net.predict(x).argmax(1) == y.numpy()).mean())
 
 
 @pytest.mark.full
@@ -90,15 +100,41 @@ def test_the_chosen_round_stands_in_place_of_the_last(kept: bool, tiny: Any, mon
     assert ("after round 1 and one more local training" if kept else "in round 1") in net.about
 
 
-def test_the_global_model(tiny: Any) -> None:
-    run = tiny(method="ccvr", method_args="transform=feature")
+@pytest.mark.parametrize("method", methods(m.id for m in registry.discover().values() if m.global_model))
+def test_the_global_model(method: str, tiny: Any) -> None:
+    run = tiny(method=method, rounds=1)
     net = fedapp.load(run.out)
-    x, y = tasks.federated(run.config, 3).central(torch.device("cpu")) or pytest.fail("no central test set")
-    accuracy = float((net.predict(x).argmax(1) == y.numpy()).mean())
-    assert accuracy == pytest.approx(run.summary["accuracy"]["global"]["last"], abs=1e-12)
-    assert "global model after round 2" in net.about
+    assert of_global(net, run) == pytest.approx(run.summary["accuracy"]["global"]["last"], abs=1e-12)
+    assert "global model after " in net.about
+
+
+def test_methods_without_a_global_model_ask_for_a_client(tiny: Any) -> None:
     with pytest.raises(BadRequest, match="fedclassavg has no global model: give the client"):
         fedapp.load(tiny(method="fedclassavg").out)
+
+
+@pytest.mark.parametrize("freeze", ["", "features.bn"])
+def test_the_global_model_has_what_only_its_weights_hold(freeze: str, tiny: Any, tmp_path: Path) -> None:
+    """A mask of whole numbers is never sent, nor are the statistics of a frozen BatchNorm without parameters."""
+    net, file = own_nets.Normed(10, (1, 8, 8)), tmp_path / "w.pt"
+    net.mask.copy_(torch.arange(64).reshape(1, 8, 8) % 3 == 0)
+    net.bn.running_mean.fill_(0.5)
+    net.bn.running_var.fill_(9)
+    torch.save(net.state_dict(), file)
+    run = tiny(method="fedavg", model="tests.own_nets:Normed", weights=str(file), freeze=freeze)
+    loaded = fedapp.load(run.out, allow="tests.*")
+    assert of_global(loaded, run) == pytest.approx(run.summary["accuracy"]["global"]["last"], abs=1e-12)
+    assert torch.equal(loaded.model.state_dict()["features.mask"], net.mask)
+    file.write_bytes(file.read_bytes() + b" ")
+    with pytest.raises(BadRequest, match="was made with other weights"):
+        fedapp.load(run.out, allow="tests.*")
+
+
+@pytest.mark.parametrize("buffers", ["local", "drop"])
+def test_a_global_model_without_its_statistics_is_refused(buffers: str, tiny: Any) -> None:
+    run = tiny(method="fedavg", model="tests.own_nets:Normed", buffers=buffers, rounds=1)
+    with pytest.raises(BadRequest, match=r"holds only the shared part of fedavg .* take a client's model"):
+        fedapp.load(run.out, allow="tests.*")
 
 
 def test_it_is_one_module_on_raw_samples(tiny: Any) -> None:

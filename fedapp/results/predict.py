@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from clients.base import FedClient
 from fedapp import plugins, registry
 from fedapp.config import RunConfig
-from fedapp.core import names
 from fedapp.data import datasets, pictures, tables
 from fedapp.data.columns import BODY, body_of, read_unlabelled, samples
 from fedapp.data.moments import Samples
@@ -290,20 +289,21 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     most = sum(array.size for array in arrays.values()) + (FROZEN if given.get("freeze") else SPARE)
     with Bounded(most, "its header asks for a model that is much larger than the file"):
         model = client.build_model(spec, hparams)
-    lacking = [n for n, _ in model.named_parameters() if n not in arrays]
-    if lacking and given.get("freeze"):
-        # A server's file has no layers that were never sent: they are those of the stored weights.
-        stored = settings.replaced(weights=str(given.get("weights", "")), freeze=str(given["freeze"]))
-        if stored.weights and identity.changed(noted, {"weights": weights.checksum(stored.weights)}):
+    lacking = [n for n in model.state_dict() if n not in arrays and not n.endswith("num_batches_tracked")]
+    if lacking and given.get("weights"):
+        # A server's file lacks what was never sent, layers that stay and buffers of whole numbers: the weights have it.
+        stored = settings.replaced(weights=str(given["weights"]), freeze=str(given.get("freeze", "")))
+        if identity.changed(noted, {"weights": weights.checksum(stored.weights)}):
             raise BadRequest(
                 f"{path} was made with other weights than {stored.weights} has (SHA-256): put the former file back"
             )
         model = client.build_model(dataclasses.replace(spec, settings=stored), hparams)
-        lacking = [n for n in lacking if not names.matches(n, weights.kept(model))]
+    sent = selection.shared_names(model, ("",))
+    lacking = [n for n in lacking if n in sent]
     if lacking:
         raise BadRequest(
             f"{path} holds only the shared part of {head['method']} ({', '.join(sorted(arrays))[:80]}): "
-            "use a node's personal.safetensors"
+            "take a client's model (client=0), or a node's personal.safetensors"
         )
     client.configure_model(model, head.get("scalars", {}))
     try:
