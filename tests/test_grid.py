@@ -19,7 +19,8 @@ from fedapp.errors import BadRequest
 from fedapp.experiments import compare, grid, tables
 from fedapp.experiments.jobs import Job
 from fedapp.results import answers
-from fedapp.results.runs import read_comparison
+from fedapp.results.cells import write_table
+from fedapp.results.runs import RunResult, read_comparison
 
 BASE: dict[str, Any] = {
     "dataset": "digits", "data-fraction": 0.3, "clients": 4, "num-server-rounds": 2, "local-epochs": 1,
@@ -40,6 +41,8 @@ def finish(job: Job, validation: float, test: float = 0.5, ok: bool = True) -> N
     mine = next(p for p in grid.choosing(job.variant.method) if p != "tuned")
     scores = {p: {"last": test, "validation": validation if p == mine else other} for p in ("trained", "received")}
     (job.out / "summary.json").write_text(json.dumps({"ok": ok, "accuracy": scores}))
+    if not ok:
+        (job.out / "error.json").write_text(json.dumps({"message": "diverged", "diverged": True}))
 
 
 def test_every_point_of_the_grid_is_a_variant_of_the_methods_that_have_its_names() -> None:
@@ -106,12 +109,11 @@ def test_validation_images_choose_and_test_images_do_not(tmp_path: Path) -> None
     for job in jobs:
         value = next(v for k, v in scores.items() if k in job.variant.label)[job.seed]
         finish(job, value if job.variant.method == "local" else 1 - value, test=1 - value)
-    chosen, lines, _ = grid.choose(jobs, jobs, tmp_path, "--grid")
+    table, chosen, lines, _ = grid.choose(jobs, jobs, "--grid")
     assert [(j.variant.label, j.seed) for j in chosen] == [("local", 0), ("local", 1), ("fedprox", 0), ("fedprox", 1)]
     assert [dict(j.variant.settings)["lr"] for j in chosen] == [0.2, 0.2, 0.1, 0.1]
     assert chosen[0].out.name == "local-lr=0.2-s0"
     assert any("local(lr=0.2) of 3, 60.0 %" in line for line in lines)
-    table = pd.read_csv(tmp_path / "grid.csv")
     assert list(table["chosen"]) == [False, True, False, True, False, False]
     assert table["validation"].tolist() == pytest.approx([0.5, 0.6, 0.5, 0.5, 0.4, 0.5])
     assert not [c for c in table if "accuracy" in c or "test" in c or "last" in c], "no test score among the points"
@@ -121,7 +123,7 @@ def test_a_point_that_failed_is_not_chosen_and_the_first_of_equals_is(tmp_path: 
     jobs = plan("local,fedavg", tmp_path, "lr=0.1,0.2,0.3")
     for job, (value, ok) in zip(jobs, [(0.9, False), (0.6, True), (0.6, True), *[(math.nan, True)] * 3]):
         finish(job, value, ok=ok)
-    chosen, lines, unchosen = grid.choose(jobs, jobs, tmp_path, "--grid")
+    _, chosen, lines, unchosen = grid.choose(jobs, jobs, "--grid")
     assert [j.out.name for j in chosen] == ["local-lr=0.2-s0"]
     assert unchosen == ["fedavg: nothing chosen, no point of the grid has a score on validation rows"]
     assert unchosen[0] in lines
@@ -131,8 +133,41 @@ def test_points_of_which_a_seed_is_missing_are_told_from_points_without_a_score(
     jobs = plan("local", tmp_path, "lr=0.1,0.2", seeds=2)
     for job in jobs:
         finish(job, 0.5, ok=job.seed == 0)
-    chosen, _, unchosen = grid.choose(jobs, jobs, tmp_path, "--grid")
+    _, chosen, _, unchosen = grid.choose(jobs, jobs, "--grid")
     assert not chosen and unchosen == ["local: nothing chosen, no point of the grid has finished with all of its seeds"]
+
+
+@pytest.mark.parametrize("error", [None, {"message": "no space left", "exit": 1}])
+def test_nothing_is_chosen_while_a_point_has_a_run_that_may_still_succeed(
+    error: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    jobs = plan("local,fedavg", tmp_path, "lr=0.1,0.2")
+    for job in jobs[1:]:
+        finish(job, 0.5)
+    if error is not None:
+        finish(jobs[0], 0.5, ok=False)
+        (jobs[0].out / "error.json").write_text(json.dumps(error))
+    points, chosen, lines, unchosen = grid.choose(jobs, jobs, "--grid")
+    assert unchosen == ["local: nothing chosen, not all points have run: repeat the command"] and unchosen[0] in lines
+    assert [j.out.name for j in chosen] == ["fedavg-lr=0.1-s0"] and list(points["chosen"]) == [
+        False,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_search_goes_on_with_further_points_and_its_second_runs_are_those_of_the_chosen_one(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    values = {**BASE, "num-server-rounds": 1, "local-epochs": 3}
+    for rates, lr in (("0.000001", 0.000001), ("0.000001,0.1", 0.1)):
+        assert compare.run(compare.Plan(values, "local", 3, tune=f"lr={rates}"), tmp_path) == 0
+        runs, again = read_comparison(tmp_path).runs, tmp_path / "again" / f"local-lr={rates.split(',')[-1]}-s0"
+        assert [run.flat["lr"] for run in runs] == [lr] * 3 and RunResult(again).flat["lr"] == lr
+        table = pd.read_csv(tmp_path / "results.csv")
+        assert [run.score("trained") for run in runs] == pytest.approx(table["trained_last"].tolist())
+    assert len(in_turn) == 3 + 3 + 3 + 3
 
 
 def test_a_search_by_the_global_score_is_refused_and_says_what_to_do(
@@ -175,7 +210,8 @@ def test_a_comparison_that_is_read_again_holds_the_chosen_runs_alone(tmp_path: P
     for job in jobs:
         best = 0.1 if job.config.federation.fraction_train < 1 else 0.2
         finish(job, 0.8 if dict(job.variant.settings)["lr"] == best else 0.7)
-    chosen, _, _ = grid.choose(jobs, jobs, tmp_path, "--grid")
+    points, chosen, _, _ = grid.choose(jobs, jobs, "--grid")
+    write_table(tmp_path / "grid.csv", points)
     runs = read_comparison(tmp_path).runs
     assert sorted(r.out for r in runs) == sorted(j.out for j in chosen)
     assert {(r.label, r.setting["fraction-train"], r.flat["lr"]) for r in runs} == {
@@ -211,8 +247,6 @@ def test_a_method_without_a_chosen_point_in_one_setting_is_named_and_fails_the_c
         lost = [j for j in jobs if j.variant.method == "fedavg" and j.config.data.clients == 4]
         for job in (j for j in jobs if not j.out.exists()):
             finish(job, 0.5, ok=job not in lost)
-            if job in lost:
-                (job.out / "error.json").write_text(json.dumps({"message": "diverged", "diverged": True}))
         return {job.name: "diverged" for job in lost}
 
     for module, name, value in (

@@ -51,6 +51,7 @@ from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.files import absolute
 from fedapp.models import IDENTITY, head_width, is_own
 from fedapp.results import answers
+from fedapp.results.cells import write_table
 from fedapp.results.directory import (
     check_out,
     check_writable,
@@ -550,21 +551,23 @@ def run(plan: Plan, out: Path | None, engine: str = "local", workers: int | None
         tried = [job for job in jobs if not tune or job.seed == jobs[0].seed]
         failed = execute([*tried, *again], engine, out, workers)
         if searched:
-            tabled, notes, unchosen = grid.choose(tried, jobs, out, option)
+            points, tabled, notes, unchosen = grid.choose(tried, jobs, option)
             chosen = {(job.setting, job.variant.label) for job in tabled}
             if tune:  # a step that is too large for a method is a result of the search
                 spoiled = {j.name for j in tried if (j.setting, j.variant.family) in chosen and j.result.repeats}
                 failed = {name: why for name, why in failed.items() if name not in spoiled}
             again = repeats(tabled, out)
             failed |= execute([*(tabled if tune else ()), *again], engine, out, workers)
-        else:  # the choice of an earlier call would name the runs of this one
-            (out / GRID).unlink(missing_ok=True)
         finished = [job for job in tabled if job.result.ok]
         shared = tables.verify(finished)
         alerts = [*shared.lines[int(shared.ok) :], *differences(tabled, grid.parse(tune, TUNE))]
         notes = [*notes, *shared.lines[: int(shared.ok)]]
         command = replace(plan, values=values).command()
         tables.write(out, tabled, again, first, plan.target, alerts, notes, command)
+        if searched:
+            write_table(out / GRID, points)
+        else:  # the choice of an earlier call would name the runs of this one
+            (out / GRID).unlink(missing_ok=True)
     found = {p.parent for depth in (1, 2) for p in (out / "runs").glob("*/" * depth + "config.toml")}
     if others := sorted(str(p.relative_to(out / "runs")) for p in found - {j.out for j in jobs}):
         echo(f"not in these tables, but in {out / 'runs'}: {', '.join(others)}", err=True)
@@ -606,7 +609,7 @@ def repeats(jobs: Sequence[Job], out: Path) -> list[Job]:
         return []
     found = []
     for job in reversed(first.values()):
-        folder = out / AGAIN / job.setting / f"{job.variant.folder}-s{job.seed}"
+        folder = out / AGAIN / job.setting / job.out.name
         own = {"seed": job.seed + 1, "partition_seed": job.config.data_seed, "out": str(folder)}
         found.append(replace(job, config=job.config.replaced(**own)))
     return found

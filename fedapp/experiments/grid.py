@@ -11,15 +11,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pandas as pd
 
 from fedapp import registry
 from fedapp.errors import BadRequest
 from fedapp.experiments.jobs import Job
-from fedapp.results.cells import write_table
-from fedapp.results.runs import GRID, RunResult
+from fedapp.results.runs import RunResult
 from fedapp.results.statistics import mean_and_std
 
 
@@ -93,18 +91,21 @@ def validation_score(run: RunResult) -> float:
     return next((score for score in scores if math.isfinite(score)), math.nan)
 
 
-def choose(tried: Sequence[Job], jobs: Sequence[Job], out: Path, option: str) -> tuple[list[Job], list[str], list[str]]:
-    """Choose the point with the highest validation score for each method and setting, and write `grid.csv`.
+def choose(
+    tried: Sequence[Job], jobs: Sequence[Job], option: str
+) -> tuple[pd.DataFrame, list[Job], list[str], list[str]]:
+    """Choose the point with the highest validation score for each method and setting; the first of equal points.
 
     Parameters
     ----------
-    tried : all runs of the search. A point with a missing run cannot be chosen. The first of equal points is chosen.
+    tried : all runs of the search. A run that diverged or was refused leaves its point out. Any other run that is not
+        there leaves its method without a choice.
     jobs : the runs of all points, those of seeds that the search leaves out too.   option : of the search.
 
     Returns
     -------
-    The runs of the chosen points under the names of their methods, a line for each choice, and the lines of methods
-    without one.
+    The content of `grid.csv`, the runs of the chosen points under the names of their methods, a line for each choice,
+    and the lines of methods without one.
     """
     families: dict[tuple[str, str], dict[str, list[Job]]] = {}
     for job in tried:
@@ -118,7 +119,8 @@ def choose(tried: Sequence[Job], jobs: Sequence[Job], out: Path, option: str) ->
             for label, runs in members.items()
         }
         best = max(scores, key=lambda label: (math.isfinite(mean := scores[label][0]), mean))
-        known = math.isfinite(scores[best][0])
+        whole = all(j.result.ok or j.result.repeats for runs in members.values() for j in runs)
+        known = whole and math.isfinite(scores[best][0])
         for label, (mean, std) in scores.items():
             rows.append({
                 "setting": setting, "method": family, "variant": label, "seeds": len(members[label]),
@@ -134,7 +136,7 @@ def choose(tried: Sequence[Job], jobs: Sequence[Job], out: Path, option: str) ->
             lines.append(f"{where}: {best} of {len(members)}, {100 * scores[best][0]:.1f} % on validation rows")
         else:
             why = "has a score on validation rows" if finished else "has finished with all of its seeds"
-            unchosen.append(f"{where}: nothing chosen, no point of the grid {why}")
+            why = f"no point of the grid {why}" if whole else "not all points have run: repeat the command"
+            unchosen.append(f"{where}: nothing chosen, {why}")
             lines.append(unchosen[-1])
-    write_table(out / GRID, pd.DataFrame(rows))
-    return chosen, [f"chosen by {option}:", *lines], unchosen
+    return pd.DataFrame(rows), chosen, [f"chosen by {option}:", *lines], unchosen
