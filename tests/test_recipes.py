@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -348,6 +349,52 @@ def test_run_takes_a_recipe_by_name_and_scales_what_the_command_line_does_not_sa
     assert (shown["data-fraction"], shown["lr"], shown["batch-size"]) == (1.0, 0.005, 10)
     assert dry_run(*words, "--scale", "0.5", "--rounds", "7")["num-server-rounds"] == 7
     assert dry_run(*words, "--set", "model=cnn-b")["num-server-rounds"] == 1000
+
+
+def test_the_line_of_a_scale_names_what_changes_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.collect({"num-server-rounds": 50}, ["patience=7"], {"num-server-rounds": 300, "patience": 20}, 0.1)
+    assert (
+        capsys.readouterr().err == "scale 0.1: data-fraction 1.0 -> 0.1, min-samples 10 -> 5, model auto -> digits-a\n"
+    )
+
+
+@pytest.mark.parametrize("scale", [(), ("--scale", "0.5")])
+@pytest.mark.parametrize("command", ["run", "compare", "partition"])
+@pytest.mark.parametrize("line", ["seed = 2.7", 'seed = "abc"', 'alpha = "0.1"', 'num-server-rounds = "ten"'])
+def test_values_of_a_file_have_the_types_of_their_keys(
+    line: str, command: str, scale: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "a.toml").write_text(f"{line}\n")
+    words = [command, str(tmp_path / "a.toml"), *(scale if command != "partition" else ())]
+    result = CliRunner().invoke(cli.app, words)
+    assert isinstance(result.exception, BadRequest) and line in str(result.exception).replace("'", '"'), result.output
+
+
+@pytest.mark.parametrize("item", ["out=x", "resume=true"])
+@pytest.mark.parametrize("command", ["compare", "partition"])
+def test_a_command_that_makes_no_single_run_takes_no_run_directory_from_a_key(command: str, item: str) -> None:
+    result = CliRunner().invoke(cli.app, [command, "--set", item])
+    assert str(result.exception) == f"--set {item} has no effect here: give --out DIR"
+
+
+def test_the_configuration_that_a_run_wrote_repeats_it_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("--engine", "local", "--clients", "3", "--rounds", "2", "--set", "data-fraction=0.3")
+
+    def table(folder: Path | str) -> pd.DataFrame:
+        found = pd.read_csv(Path(folder) / "rounds.csv")
+        return found[[c for c in found if not c.endswith("seconds")]]
+
+    assert CliRunner().invoke(cli.app, ["run", *words, "--out", "a"]).exit_code == 0
+    for more, out in ((["--out", "b"], "b"), (["--set", "out=c"], "c"), ([], "runs/fedclassavg*")):
+        result = CliRunner().invoke(cli.app, ["run", "a/config.toml", "--engine", "local", *more])
+        assert result.exit_code == 0, result.exception
+        (folder,) = tmp_path.glob(out)
+        pd.testing.assert_frame_equal(table(folder), table("a"))
+    result = CliRunner().invoke(cli.app, ["run", *words, "--out", "d", "--set", "out=e"])
+    assert str(result.exception) == "out is given twice: --out says 'd', --set out=e says 'e'; give it once"
 
 
 def test_an_unknown_recipe_is_refused_with_a_suggestion() -> None:

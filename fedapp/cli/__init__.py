@@ -89,13 +89,6 @@ def found(file: Path | None) -> recipes.Recipe | None:
     return recipes.find(file) if file is not None else None
 
 
-def _given_once(out: Path | None, value: str) -> Path:
-    """Return the run directory that --set gives, if --out gives no other."""
-    if out is not None and str(out) != value:
-        raise BadRequest(f"out is given twice: --out says {out}, --set says {value}; give it once")
-    return Path(value)
-
-
 @app.command(rich_help_panel="Run")
 def run(
     file: File = None,
@@ -130,12 +123,13 @@ def run(
         raise BadRequest("--superlink needs --engine deploy: add it, or leave out --superlink")
     options = {
         "method": method, "dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed,
-        "track": ",".join(track) if track else None,
+        "track": ",".join(track) if track else None, "out": None if out is None else str(out),
     }  # fmt: skip
     recipe = found(file)
     if resume is not None and scale is not None:
         raise BadRequest("--resume takes all settings but --rounds from the run: leave out --scale")
     values = collect(options, sets, recipe.settings if recipe else None, scale)
+    out = Path(place) if (place := values.pop("out", "")) else None
     terminal.announce("reading settings and data")
     from fedapp import config
     from fedapp.engines import local as engines
@@ -148,8 +142,6 @@ def run(
         out = resume
     elif values.get("resume"):
         raise BadRequest("resume = true names no run: give --resume DIR")
-    elif "out" in values:
-        out = _given_once(out, str(values.pop("out")))
     if engine == "deploy":
         from fedapp.engines import deploy
 

@@ -140,7 +140,8 @@ def collect(
 
     Raises
     ------
-    BadRequest : the command line gives a key twice with different values, or `--set` is not key=value.
+    BadRequest : the command line gives a key twice with different values, `--set` is not key=value or gives the run
+        directory to a command whose `options` lack `out`, or a value has a wrong type or is out of its range.
     """
     from fedapp import config
 
@@ -164,15 +165,15 @@ def collect(
         if key not in config.KEYS:
             give, method = ("--method ", str(options["method"])) if "method" in options else ("--methods ", "")
             raise BadRequest(config.unknown_key(key, text, give, method.partition("(")[0]))
+        if key in ("out", "resume") and options and "out" not in options:
+            raise BadRequest(f"--set {item} has no effect here: give --out DIR")
         put(key, config.parse_value(key, text), f"--set {item}")
-    values = dict(settings or {})
     chosen = config.expanded({k: v for k, (v, _) in given.items()})
+    values = {**(settings or {}), **chosen}
+    config.validated(config.expanded(values))
     if scale is not None:
         from fedapp.experiments import recipes
 
-        shrunk, told = recipes.scaled(
-            {**values, **({"dataset": chosen["dataset"]} if "dataset" in chosen else {})}, scale
-        )
+        values, told = recipes.scaled(values, scale, chosen)
         echo(told, err=True)
-        values = shrunk
-    return {**values, **chosen}
+    return values

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
@@ -154,13 +154,15 @@ def parse(name: str, text: str, settings: Mapping[str, Any]) -> Recipe:
 
 
 def from_file(path: Path) -> Recipe:
-    """Read a recipe from a file.
+    """Read a recipe from a file, a run's own `config.toml` without the folder of that run.
 
     Raises
     ------
     BadRequest : the file cannot be read, or is not TOML.
     """
     settings = configuration.read_toml(path)
+    if path.name == "config.toml" and Path(str(settings.get("out", ""))).resolve() == path.resolve().parent:
+        settings.pop("out", None)
     return parse(path.stem, path.read_text(encoding="utf-8-sig"), settings)
 
 
@@ -210,12 +212,12 @@ def light(models: str, dataset: str) -> str:
     return ",".join(LIGHT[large.index(n) % len(LIGHT)] if n in large else n for n in names)
 
 
-def scaled(values: Mapping[str, Any], scale: float) -> tuple[dict[str, Any], str]:
+def scaled(values: Mapping[str, Any], scale: float, chosen: Container[str] = ()) -> tuple[dict[str, Any], str]:
     """Shrink the rounds, the data and the models of a run-config; everything else stays the paper's.
 
     `num-server-rounds`, `patience`, `data-fraction`, `min-samples` and the number of public images of another data set
     are multiplied by `scale`, down to the least values above. Large architectures are replaced by the light family.
-    Numbers of such runs are not the paper's.
+    Numbers of such runs are not the paper's. Keys that the user has `chosen` stay as they are.
 
     Returns
     -------
@@ -244,5 +246,6 @@ def scaled(values: Mapping[str, Any], scale: float) -> tuple[dict[str, Any], str
     name, _, count = str(before["public-data"]).partition(":")
     if count.isdigit():
         new["public-data"] = f"{name}:{times(count, LEAST_PUBLIC)}"
-    new = {k: v for k, v in new.items() if v != before[k]}
-    return {**values, **new}, f"scale {scale:g}: " + ", ".join(f"{k} {before[k]} -> {v}" for k, v in new.items())
+    new = {k: v for k, v in new.items() if v != before[k] and k not in chosen}
+    told = ", ".join(f"{k} {before[k]} -> {v}" for k, v in new.items())
+    return {**values, **new}, f"scale {scale:g}: {told or 'nothing is changed'}"
