@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from typer.testing import CliRunner
 
 from fedapp import cli, config
 from fedapp.engines import local as engine
+from fedapp.engines import pool
 from fedapp.engines import superlink as launch
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
@@ -657,7 +659,7 @@ def test_a_run_that_diverged_is_shown_as_failed_with_what_to_do(
     assert re.search(r"FedProx \(lr=1e8\) +│ +failed │ +– ", tables_of(tmp_path))
     assert "! FedProx (lr=1e8) failed (1 of 1 seed): round 1: " in result.stdout
     assert f"fedprox(lr=1e8) s0 failed: {failed.failure}" in result.stderr
-    assert "would fail in the same way" in result.stderr and "same command continues" not in result.stderr
+    assert "would fail in the same way" in result.stderr and " continues" not in result.stderr
     table = pd.read_csv(tmp_path / "results.csv").set_index("variant")
     assert table.loc["fedprox(lr=1e8)", "failed"] == failed.failure
     assert table["failed"].isna().tolist() == [True, True, False]
@@ -685,7 +687,8 @@ def test_an_error_in_own_code_does_not_go_away_by_the_same_command_and_may_be_me
     monkeypatch.setattr("mended_net.Net.train", fails)
     failed = command(*words)
     assert failed.exit_code == 1 and "absent" in failed.output
-    assert failed.stderr.rstrip().endswith("(the same command continues when the cause above is gone)")
+    how = f"the same command with --out {tmp_path / 'c'} continues"
+    assert failed.stderr.rstrip().endswith(f"({how} when the cause above is gone)")
     with (tmp_path / "mended_net.py").open("a") as file:
         file.write("# mended\n")
     monkeypatch.setattr("mended_net.Net.train", right)
@@ -704,6 +707,50 @@ def test_a_comparison_whose_runs_all_failed_still_says_why(
     assert "Most often the training diverged" in pd.read_csv(tmp_path / "results.csv")["failed"][0]
 
 
+def test_an_interrupted_comparison_says_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "run_here", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compare.run(compare.Plan(BASE, "local", 1), None)
+    (folder,) = (tmp_path / "runs").iterdir()
+    how = f"the same command with --out runs/{folder.name} continues"
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert (first, last) == (f"results: runs/{folder.name} ({how})", f"what has finished is kept: {how}")
+
+
+def test_a_full_disk_after_the_runs_is_one_line_and_the_earlier_tables_stay_together(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "grid.csv").write_text("method\n")
+    monkeypatch.setattr(tables, "write", full)
+    with pytest.raises(BadRequest, match=r"\(No space left on device\): make room; the runs are kept, and the same"):
+        compare.run(compare.Plan({**BASE, "num-server-rounds": 1}, "local", 1), tmp_path)
+    assert (tmp_path / "grid.csv").exists()
+
+
+def test_a_worker_that_dies_fails_no_finished_run_and_hides_no_earlier_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    todo = {name: config.from_flat({**BASE, "out": str(tmp_path / name)}) for name in ("bad", "done", "lost")}
+
+    def run_all(configs: Any, workers: Any, on_end: Any, deadline: Any) -> None:
+        on_end(pool.FinishedRun(tmp_path / "bad", "NameError: absent"))
+        (tmp_path / "done").mkdir()
+        (tmp_path / "done" / "summary.json").write_text('{"ok": true}')
+        raise BrokenProcessPool("killed")
+
+    monkeypatch.setattr(pool, "run_all", run_all)
+    assert compare.run_here(todo, 1) == {"bad": "NameError: absent", "lost": "the process ended"}
+
+
 def test_the_command_of_a_page_makes_the_same_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[compare.Plan] = []
     monkeypatch.setattr(compare, "run", lambda plan, *args: called.append(plan) or 0)
@@ -716,3 +763,7 @@ def test_the_command_of_a_page_makes_the_same_comparison(monkeypatch: pytest.Mon
     (given,) = called
     assert {k: given.values.get(k) for k in values} == values
     assert replace(given, values=values, datasets=()) == plan
+    several = replace(plan, values={**values, "partition": "classes", "seed": 3}, datasets=["digits"])
+    words = shlex.split(several.command())
+    assert not {"dataset=digits", "partition=classes"} & {*words} and "seed=3" in words
+    assert CliRunner().invoke(cli.app, words[1:]).exit_code == 0

@@ -250,6 +250,24 @@ def test_an_output_directory_must_be_new_and_writable(tmp_path: Path) -> None:
         engines.resumed(taken, {})
 
 
+def test_a_run_that_a_full_disk_ended_at_its_start_begins_again_with_the_same_command(
+    tiny: Callable[..., RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(results, "write_toml", full)
+        tiny(out=out)
+    assert {p.name for p in out.iterdir()} >= {".lock", "checkpoint", "models", "versions.json"}
+    assert tiny(out=out, rounds=1).ok
+    (out / "config.toml").unlink()
+    with pytest.raises(BadRequest, match="is not empty"):
+        engines.prepare({}, out)
+
+
 LONG = "x" * 300
 """A name that no file system takes: an error of the system that a root user gets too."""
 

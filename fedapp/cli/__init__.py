@@ -246,7 +246,7 @@ def compare(
 ) -> None:
     """Compare methods on the same data, partition and sampled clients.
 
-    Repeat the command to continue an interrupted comparison.
+    Repeat the command with its --out to continue an interrupted comparison.
 
     Without --methods: the rows of the recipe, else the file's method and training alone. Exit codes as fedapp run.
     """

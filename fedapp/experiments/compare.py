@@ -48,11 +48,12 @@ from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, counted, named_values, suggest_choice
 from fedapp.experiments import grid, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
-from fedapp.files import absolute
+from fedapp.files import absolute, explained
 from fedapp.models import IDENTITY, head_width, is_own
 from fedapp.results import answers
 from fedapp.results.cells import write_table
 from fedapp.results.directory import (
+    OURS,
     check_out,
     check_writable,
     new_folder,
@@ -286,8 +287,6 @@ def _check_widths(config: RunConfig) -> None:
 
 # ---- earlier runs ----------------------------------------------------------------------------------------------------
 
-OURS = ("checkpoint", "models", "state", "versions.json", "progress.jsonl", "superlink.log", "launch.log", ".lock")
-
 
 def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing kept"]:
     """Return the progress of the run in `config.out`; touches nothing.
@@ -365,7 +364,7 @@ class RunsProgress(Display):
         super().__init__()
         self.names = {Path(c.storage.out): name for name, c in runs.items()}
         self.rounds = {Path(c.storage.out): c.federation.num_server_rounds for c in runs.values()}
-        self.ended: set[str] = set()
+        self.ended: dict[str, str | None] = {}  # with their errors
         self.before = self.done()
         self.total = sum(self.rounds.values())
         self.started = self.told = time.monotonic()
@@ -418,7 +417,7 @@ class RunsProgress(Display):
     def on_end(self, run: pool.FinishedRun) -> None:
         """Report a run that ended."""
         name = self.names[run.out]
-        self.ended.add(name)
+        self.ended[name] = run.error
         if run.error:
             self.line(f"{name} failed: {run.error}", must=True)
         elif self.bar is None:
@@ -433,15 +432,16 @@ def run_here(
     workers = workers or max(1, usable_cores() // threads)
     with RunsProgress(todo) as progress:
         try:
-            ended = pool.run_all(list(todo.values()), workers, progress.on_end, deadline)
+            pool.run_all(list(todo.values()), workers, progress.on_end, deadline)
         except BrokenProcessPool as e:
             again = "own code of __main__ is loaded by running your script again: start the comparison below "
             again += '`if __name__ == "__main__":`, or move that code to a module'
             own = process.uses_main(c.to_flat() for c in todo.values())
             advice = again if own else "perhaps for lack of memory; --workers 1 needs less"
             progress.line(f"a worker process died ({e}), {advice}", must=True)
-            return {name: "the process ended" for name in todo if name not in progress.ended}
-    return {progress.names[run.out]: run.error for run in ended if run.error}
+            lost = {n for n in todo.keys() - progress.ended if not RunResult(Path(todo[n].storage.out)).ok}
+            progress.ended.update(dict.fromkeys(lost, "the process ended"))
+    return {name: error for name in todo if (error := progress.ended.get(name))}
 
 
 def run_on_ray(todo: Mapping[str, RunConfig], log: Path) -> dict[str, str]:
@@ -497,7 +497,8 @@ class Plan:
         }  # fmt: skip
         given = [(f"--{name}", str(value)) for name, value in options.items() if value not in (None, "")]
         texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.values.items()}
-        given += [("--set", f"{key}={text}") for key, text in texts.items()]
+        lists = {"dataset": self.datasets, "partition": self.partitions}
+        given += [("--set", f"{key}={text}") for key, text in texts.items() if not lists.get(key)]
         return shlex.join(["fedapp", "compare", *(word for pair in given for word in pair)])
 
 
@@ -540,11 +541,15 @@ def run(plan: Plan, out: Path | None, engine: str = "local", workers: int | None
         jobs = jobs_of(values, variants, settings, plan.seeds, folder)
         process.check_main([job.config.to_flat() for job in jobs], on_ray=engine == "ray")
         choice = grid.beforehand(jobs, option) if searched else []
+    how = f"the same command with --out {shlex.quote(str(short_path(folder)))} continues"
+    if out is None:
+        echo(f"results: {short_path(folder)} ({how})", err=True)
     out = folder
     for job in (*jobs, *repeats(jobs, out)):
         standing(job.config)
     check_writable(out / "runs")
-    with only_writer(out, who="fedapp compare"):  # two of them would remove each other's unfinished runs
+    # Two comparisons in one folder would remove each other's unfinished runs.
+    with only_writer(out, who="fedapp compare"), interrupts_explained(how):
         for line in (*choice, *_beforehand(values, jobs)):
             echo(line, err=True)
         again, tabled, notes, unchosen = [] if searched else repeats(jobs, out), jobs, list[str](), list[str]()
@@ -563,11 +568,12 @@ def run(plan: Plan, out: Path | None, engine: str = "local", workers: int | None
         alerts = [*shared.lines[int(shared.ok) :], *differences(tabled, grid.parse(tune, TUNE))]
         notes = [*notes, *shared.lines[: int(shared.ok)]]
         command = replace(plan, values=values).command()
-        tables.write(out, tabled, again, first, plan.target, alerts, notes, command)
-        if searched:
-            write_table(out / GRID, points)
-        else:  # the choice of an earlier call would name the runs of this one
-            (out / GRID).unlink(missing_ok=True)
+        with explained(f"the tables in {out} cannot be written", f"make room; the runs are kept, and {how}"):
+            tables.write(out, tabled, again, first, plan.target, alerts, notes, command)
+            if searched:
+                write_table(out / GRID, points)
+            else:  # the choice of an earlier call would name the runs of this one
+                (out / GRID).unlink(missing_ok=True)
     found = {p.parent for depth in (1, 2) for p in (out / "runs").glob("*/" * depth + "config.toml")}
     if others := sorted(str(p.relative_to(out / "runs")) for p in found - {j.out for j in jobs}):
         echo(f"not in these tables, but in {out / 'runs'}: {', '.join(others)}", err=True)
@@ -575,7 +581,7 @@ def run(plan: Plan, out: Path | None, engine: str = "local", workers: int | None
     lasting = {job.name: job.result.failure for job in (*jobs, *tabled) if job.name in failed and job.result.repeats}
     told = [f"{name} failed: {why}" for name, why in lasting.items()]
     if passing := [name for name in failed if name not in lasting]:
-        told.append(f"failed: {', '.join(passing)} (the same command continues when the cause above is gone)")
+        told.append(f"failed: {', '.join(passing)} ({how} when the cause above is gone)")
     for line in (*told, *unchosen):
         echo(line, err=True, must=True)
     if tabled:
@@ -584,6 +590,16 @@ def run(plan: Plan, out: Path | None, engine: str = "local", workers: int | None
         refused = all(e.startswith("BadRequest") for e in failed.values()) and not finished
         return 2 if refused else 1
     return 0 if shared.ok and not unchosen else 1
+
+
+@contextlib.contextmanager
+def interrupts_explained(how: str) -> Iterator[None]:
+    """Print at Ctrl-C how the comparison of the block goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        echo(f"what has finished is kept: {how}", err=True, must=True)
+        raise
 
 
 def with_standalone(

@@ -123,7 +123,7 @@ def check_out(out: Path, resume: bool) -> None:
                 raise BadRequest(f"{out} holds no run to resume (no config.toml)")
         elif out.exists() and not out.is_dir():
             raise BadRequest(f"{out} is a file; give a folder")
-        elif out.is_dir() and any(p.name not in ALLOWED_BEFORE for p in out.iterdir()):
+        elif out.is_dir() and any(p.name not in OURS or (p.is_dir() and any(p.iterdir())) for p in out.iterdir()):
             again = f"--resume {shlex.quote(str(out))}"
             raise BadRequest(f"{out} is not empty; give a new folder, or continue the run in it with {again}")
     check_writable(out)
@@ -191,7 +191,11 @@ NAME = "name"
 TABLES = ("rounds.csv", "clients.csv", "evaluations.csv", "dropped.csv")
 """The tables that a resumed run goes on writing."""
 CONFUSIONS = "final_confusion.npz"
-ALLOWED_BEFORE = ("superlink.log", "progress.jsonl", "launch.log", LOCK)
+OURS = (
+    "checkpoint", "models", "state", "versions.json", "progress.jsonl", "superlink.log", "launch.log", "error.json",
+    "summary.json", LOCK,
+)  # fmt: skip
+"""What may be in a run directory before the run's `config.toml`; a run that fails earlier leaves it."""
 MOST_CURVES = 100
 """Clients up to which trackers are told of each: they draw a chart for every number of a client."""
 TRACKED = ("_accuracy", "_loss")
