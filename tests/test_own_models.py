@@ -157,6 +157,7 @@ WRONG: list[tuple[str, str]] = [
     ("OldNorm", "cannot be copied.*take weight_norm from torch.nn.utils.parametrizations"),
     ("Locked", "cannot be copied.*cannot pickle '_thread.lock' object"),
     ("leaves", "cannot be built: SystemExit: 3"),
+    ("Keeps", "cannot be trained .*: make tensors that it keeps from one forward to the next in __init__, as buffers"),
     ("Gain", "'gain' is outside features and head: put it into features"),
     ("trained_activation", "'activation.weight' is outside features and head"),
     ("cosine_head", "has a head of type ParametrizedLinear: make it a plain nn.Linear"),

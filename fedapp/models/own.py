@@ -389,15 +389,17 @@ def _logits(name: str, net: nn.Module, x: Tensor, num_classes: int) -> Tensor:
 
 
 def _backward(name: str, model: SplitModel, x: Tensor, num_classes: int) -> None:
-    """Try one backward pass in training mode, where dropout, BatchNorm and auxiliary outputs are on."""
+    """Try one backward pass in training mode, where dropout, BatchNorm and auxiliary outputs are on, after a score."""
     try:
+        with torch.inference_mode():
+            model.eval()(x)
         logits = model.train()(x)
         F.cross_entropy(logits, torch.arange(len(x)) % num_classes).backward()  # type: ignore[no-untyped-call]
     except Exception as e:
-        raise BadRequest(
-            f"model '{name}' cannot be trained ({raised(e)}): return logits alone, also in training mode "
-            "(such as aux_logits=false in model-args)"
-        ) from e
+        remedy = "return logits alone, also in training mode (such as aux_logits=false in model-args)"
+        if "inference tensor" in str(e).lower():
+            remedy = "make tensors that it keeps from one forward to the next in __init__, as buffers"
+        raise BadRequest(f"model '{name}' cannot be trained ({raised(e)}): {remedy}") from e
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if model.head.weight.grad is None or not all(bool(g.isfinite().all()) for g in gradients):
         raise BadRequest(f"model '{name}' has gradients that are not finite, or none: check its forward function")
