@@ -27,11 +27,12 @@ def own(folder: Path, kind: str) -> dict[str, Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["image", "series", "table"])
-def test_the_graph_is_the_module(kind: str, tiny: Any, tmp_path: Path) -> None:
+def test_the_graph_is_the_module(kind: str, tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = tiny(method="fedclassavg", rounds=1, **(own(tmp_path, kind) if kind != "image" else {}))
     file = tmp_path / "m" / "net.pt2"
     done = CliRunner().invoke(app, ["export", str(run.out), "--client", "1", "--out", str(file)])
     assert done.exit_code == 0, done.output
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "on 8 samples: 0\n" in done.output and "client 1, fedclassavg" in done.output
     net = fedapp.load(run.out, 1)
     extra = {"fedapp.json": ""}

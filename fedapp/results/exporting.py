@@ -141,8 +141,9 @@ def _pt2(net: LoadedModel, path: Path, facts: str, x: Tensor) -> Tensor:
     written = io.BytesIO()  # PyTorch's own writer aborts the process where the disk is full
     torch.export.save(program, written, extra_files={"fedapp.json": facts})
     path.write_bytes(written.getbuffer())
-    with torch.inference_mode():
-        logits: Tensor = torch.export.load(path).module()(x)
+    # By a name that does not end in .pt2, PyTorch warns.
+    with torch.inference_mode(), path.open("rb") as file:
+        logits: Tensor = torch.export.load(file).module()(x)
     return logits
 
 
