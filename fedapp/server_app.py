@@ -28,7 +28,7 @@ from fedapp.data.card import data_card, in_lines
 from fedapp.errors import BadRequest, counted, plain
 from fedapp.federation import server_model, totals
 from fedapp.federation.bodies import ByBody, JoinedQueries
-from fedapp.federation.central import CentralTest
+from fedapp.federation.central import CentralTest, has_global_model
 from fedapp.federation.context import server_context
 from fedapp.federation.hook import Hook, Hooks, Setup
 from fedapp.federation.hooks.events import FinalTrainingNotice, LostClients, ProgressEvents, RoundWarnings
@@ -347,14 +347,14 @@ class Run(Setup):
 
     def _make_context(self, data: tasks.FederatedData | None) -> None:
         """Make the test set of the `global` score and all that depends on the model."""
-        wanted = bool(self.method.global_model and "global" in self.config.evaluation.measured and not self.parts)
+        client, spec = self.infos[0].client, self.spec
+        wanted = "global" in self.config.evaluation.measured and not self.parts
+        wanted = wanted and has_global_model(self.strategy, spec, self.config.training.buffers, self.warn)
         rows = data.central(self.device, self.body) if data is not None and wanted else None
-        client = self.infos[0].client
         inputs = data.size_of(client) if data is not None else None
-        self.central = CentralTest(self.strategy, self.spec, client, wanted, rows, inputs, self.device)
+        self.central = CentralTest(self.strategy, spec, client, wanted, rows, inputs, self.device)
         if self.body and data is not None and inputs is not None:
             self.about = described(inputs, data.dataset.classes)
-        spec = self.spec
         self.header = {**self.about, **built_from(self.config, spec.name, spec.settings, spec.unit)}
         self.header |= {"num_classes": spec.num_classes, "shape": list(spec.shape)}
         self.strategy.context = self._context(spec, self.central)

@@ -296,3 +296,16 @@ def test_runs_of_another_version_are_not_counted_and_resumed_with_a_warning(tiny
         compare.standing(config.from_flat(RunResult(result.out).flat).replaced(out=str(result.out)))
     rest = tiny(resume=result.out, rounds=2)
     assert any("fedapp 0.1.0 began this run" in w for w in rest.summary["warnings"])
+
+
+@pytest.mark.parametrize(("method", "buffers"), [("fedavg", "local"), ("ccvr", "drop"), ("fedavg", "global")])
+def test_no_score_is_of_a_network_without_its_statistics(method: str, buffers: str, tiny: Tiny) -> None:
+    net = "tests.own_nets:Normed"
+    run = tiny(method=method, buffers=buffers, model=net, evaluate_every=1, metrics="auc", patience=5, unseen="1")
+    whole = buffers == "global"
+    tables = (run.summary["accuracy"], run.summary["metrics"], run.protocols)
+    assert all(("global" in table) == whole for table in tables)
+    assert any(name.startswith("global") for name in run.rounds) == whole
+    told = [text for text in run.summary["warnings"] if text.startswith(f"no score global: with buffers = {buffers} ")]
+    assert len(told) == (0 if whole else 1) and run.headline == "received"
+    assert (run.out / "models" / "best.safetensors").is_file()

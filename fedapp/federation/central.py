@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from clients._initial import shared_names
 from clients.base import FedClient
 from fedapp.data.transforms import InputSpec
 from fedapp.lazy import torch
@@ -12,6 +13,17 @@ from fedapp.learning.task import ModelSpec
 from fedapp.method import Array, Scalar, ServerState
 from fedapp.models import selection
 from strategies._maths import Maths
+
+
+def has_global_model(strategy: Maths, spec: ModelSpec, buffers: str, warn: Callable[[str], None]) -> bool:
+    """Return whether the server has the whole global model; warn where BatchNorm's statistics stay at the clients."""
+    method, hparams = strategy.method, strategy.hparams
+    if buffers == "global" or not method.global_model:
+        return method.global_model
+    sent, others = (shared_names(method.client, spec, hparams, ("",), of) for of in (buffers, "global"))
+    if sent != others:
+        warn(f"no score global: with buffers = {buffers} BatchNorm's statistics stay at the clients; global sends them")
+    return sent == others
 
 
 class CentralTest:
