@@ -216,6 +216,17 @@ def lazy() -> nn.Module:
     )
 
 
+class LazyDeviation(nn.Module):
+    """Divides rows by their deviation before a lazy layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.LazyLinear(10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.flatten(1) / x.flatten(1).std(dim=1, keepdim=True))
+
+
 class OldNorm(Net):
     """Its layer holds a tensor that PyTorch does not copy."""
 

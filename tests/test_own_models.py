@@ -277,6 +277,10 @@ def test_lazy_layers_take_their_size_from_the_shape_of_the_samples() -> None:
     assert torch.equal(net.features[2].running_mean, torch.zeros(144)), "the first batch leaves statistics as they are"
 
 
+def test_lazy_layers_see_rows_that_are_not_constant() -> None:
+    own.check(f"{NETS}:LazyDeviation", rows(*SHAPE), num_classes=10, settings=NONE)
+
+
 def test_compare_counts_the_width_of_own_models() -> None:
     config = effective({"model": f"digits-a,{NETS}:Wide", "method": "fedclassavg", "clients": 3})
     with pytest.raises(BadRequest, match=r"widths \[64, 80\]"):

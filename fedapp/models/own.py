@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,8 @@ def _made(name: str, num_classes: int, shape: tuple[int, ...], settings: ModelSe
         raise BadRequest(f"model '{name}' returns {type(net).__name__}: return an nn.Module")
     if any(nn.parameter.is_lazy(value) for value in (*net.parameters(), *net.buffers())):
         training = net.training
-        _logits(name, net.eval(), torch.zeros(2, *shape), num_classes)  # lazy layers take their size from a first batch
+        # Lazy layers take their size from a first batch. It has no constant rows, which a model may divide by.
+        _logits(name, net.eval(), torch.linspace(-1, 1, 2 * math.prod(shape)).view(2, *shape), num_classes)
         net.train(training)
     return net
 

@@ -412,7 +412,7 @@ class RunDirectory:
 def accuracy_summary(
     rounds: Columns, evaluations: Columns, final: Mapping[str, float], protocols: tuple[str, ...], clients: int
 ) -> dict[str, dict[str, Any]]:
-    """Return `summary.json`'s accuracy entry by protocol. All but `participants` are over all clients.
+    """Return `summary.json`'s accuracy entry by protocol. All but `participants` are over the scored clients.
 
     Parameters
     ----------

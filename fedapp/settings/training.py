@@ -39,6 +39,8 @@ class TrainingSettings(Group):
         "training split), or a number for each class, comma-separated",
     )
     augment: Literal["auto", "none", "weak", "strong"] = Field("auto", description="augmentation of training rows")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast in training and scoring")
-    buffers: Literal["global", "local", "drop"] = Field("global", description="treatment of BatchNorm statistics")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast in training and scores of clients")
+    buffers: Literal["global", "local", "drop"] = Field(
+        "global", description="treatment of BatchNorm statistics; local and drop leave out the score global"
+    )
     threads: int = Field(1, ge=1, le=1024, description="threads of each client; they affect the last bits")
