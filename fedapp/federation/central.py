@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from clients._initial import shared_names
 from clients.base import FedClient
@@ -17,10 +18,11 @@ from strategies._maths import Maths
 
 def has_global_model(strategy: Maths, spec: ModelSpec, buffers: str, warn: Callable[[str], None]) -> bool:
     """Return whether the server has the whole global model; warn where BatchNorm's statistics stay at the clients."""
-    method, hparams = strategy.method, strategy.hparams
+    method = strategy.method
+    kind: Any = method.client
     if buffers == "global" or not method.global_model:
         return method.global_model
-    sent, others = (shared_names(method.client, spec, hparams, ("",), of) for of in (buffers, "global"))
+    sent, others = (shared_names(kind, spec, strategy.hparams, ("",), of) for of in (buffers, "global"))
     if sent != others:
         warn(f"no score global: with buffers = {buffers} BatchNorm's statistics stay at the clients; global sends them")
     return sent == others
