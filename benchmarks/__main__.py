@@ -78,6 +78,11 @@ def main() -> None:
         parser.error(f"unknown part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     if parts == ["gpu"] and not (options.small or torch.cuda.is_available()):
         parser.error("this machine has no GPU: choose other parts, or add --small")
+    stored = options.out / "performance.json"
+    if set(parts) < set(PARTS) and stored.is_file():
+        known, here = json.loads(stored.read_text(encoding="utf-8")).get("machine", {}), machine.describe()
+        if differ := [f"{k} {known.get(k)}" for k in ("processor", "cores", "torch") if known.get(k) != here[k]]:
+            parser.error(f"the other tables of {options.out} are of another machine ({', '.join(differ)}): give --out")
     for name in machine.BLAS_VARIABLES:
         if name in os.environ:
             sys.stderr.write(f"{name} is set, so NumPy may use kernels for another processor: unset it\n")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import frozen, report, server
+from benchmarks import frozen, machine, report, server
 from benchmarks.overhead import CASES
 from benchmarks.rounds import SMALL, random_images
 from benchmarks.timing import Times, alternate
@@ -44,6 +44,16 @@ def test_the_small_form_writes_every_figure(tmp_path: Path) -> None:
     again = json.loads((tmp_path / "performance.json").read_text())
     machine = {**written["machine"], "cores": 77}
     assert again == {**written, "average_over_floor": 1.25, "machine": machine}, "what was not measured stays"
+
+
+def test_one_part_does_not_join_the_tables_of_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "performance.json").write_text(json.dumps({"machine": {**machine.describe(), "processor": "Z80"}}))
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--only", "server", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "of another machine (processor Z80): give --out" in capsys.readouterr().err
 
 
 def test_the_page_holds_the_tables_of_what_is_kept() -> None:

@@ -141,9 +141,22 @@ def test_an_endless_loop_is_killed(tmp_path: Path) -> None:
 
 
 def test_every_file_has_tests() -> None:
-    files = [f for folder in runner.FOLDERS for f in (ROOT / folder).glob("*.py") if f.name != "__init__.py"]
+    files = [f for folder in runner.FOLDERS for f in (ROOT / folder).rglob("*.py") if f.name != "__init__.py"]
     for file in files:
         assert all((ROOT / test).is_file() for test in runner.tests_for(file.relative_to(ROOT).as_posix(), ROOT))
+    assert runner.NAMED.keys() <= {file.relative_to(ROOT).as_posix() for file in files}
+
+
+def test_equal_faults_of_a_function_are_drawn_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def f():\n    return (" + "1, " * 60 + ")\n", encoding="utf-8")
+    first, second = (runner.sample(tmp_path, ["a.py"], 20, seed) for seed in (0, 1))
+    assert len({m.start for m in first}) == 20 and {m.start for m in first} != {m.start for m in second}
+
+
+def test_a_pattern_without_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        runner.main(["--only", "nowhere.py"])
+    assert "no file matches 'nowhere.py'" in capsys.readouterr().err
 
 
 def test_explained_faults_are_of_lines_that_exist() -> None:

@@ -25,7 +25,7 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -117,37 +117,40 @@ def read_case(folder: Path) -> Content:
     return found
 
 
-def difference(base: Any, this: Any) -> str:
-    """Return the place of the first difference of two contents and both values, or an empty text."""
+def differences(base: Any, this: Any, place: str = "") -> Iterator[str]:
+    """Yield the place of each difference of two contents, and both values."""
     if isinstance(base, dict) and isinstance(this, dict):
-        base_keys, keys = list(base), list(this)
-        if base_keys != keys:
-            return f"has {keys!r:.300}, the base {base_keys!r:.300}"
-        parts: Iterable[Any] = base_keys
+        if list(base) != list(this):
+            yield f"{place}has {list(this)!r:.300}, the base {list(base)!r:.300}"
+        parts: Iterable[Any] = [key for key in base if key in this]
     elif isinstance(base, list) and isinstance(this, list) and all(isinstance(v, str) for v in (*base, *this)):
         changed = list(difflib.unified_diff(base, this, n=0, lineterm=""))[2:]
-        lines = [line for line in changed if not line.startswith("@@")]
-        return f"{len(lines)} lines: {lines!r:.300}" if lines else ""
+        if lines := [line for line in changed if not line.startswith("@@")]:
+            yield f"{place}{len(lines)} lines: {lines!r:.300}"
+        return
     elif isinstance(base, list) and isinstance(this, list):
+        if len(base) != len(this):
+            yield f"{place}{len(this)} entries, in the base {len(base)}"
         parts = range(min(len(base), len(this)))
     elif isinstance(base, np.ndarray) and isinstance(this, np.ndarray):
-        if (base.dtype, base.shape, base.tobytes()) == (this.dtype, this.shape, this.tobytes()):
-            return ""
-        if base.shape != this.shape or base.dtype.kind != "f":
-            return f"{this.dtype} {this.shape}, in the base {base.dtype} {base.shape}"
-        return f"up to {np.nanmax(np.abs(base.astype(float) - this.astype(float))):.3g} from the base"
+        if (base.dtype, base.shape) != (this.dtype, this.shape) or base.dtype.kind != "f":
+            if (base.dtype, base.shape, base.tobytes()) != (this.dtype, this.shape, this.tobytes()):
+                yield f"{place}{this.dtype} {this.shape}, in the base {base.dtype} {base.shape}"
+        elif base.tobytes() != this.tobytes():
+            yield f"{place}up to {np.nanmax(np.abs(base.astype(float) - this.astype(float))):.3g} from the base"
+        return
     else:
-        return "" if type(base) is type(this) and base == this else f"{this!r:.200}, in the base {base!r:.200}"
+        if type(base) is not type(this) or base != this:
+            yield f"{place}{this!r:.200}, in the base {base!r:.200}"
+        return
     for part in parts:
-        if found := difference(base[part], this[part]):
-            return f"{part}: {found}"
-    return "" if len(base) == len(this) else f"{len(this)} entries, in the base {len(base)}"
+        yield from differences(base[part], this[part], f"{place}{part}: ")
 
 
-def changes(base: Content, this: Content) -> dict[str, str]:
-    """Return the tables that differ, each with its first difference."""
-    found = {table: difference(base.get(table), this.get(table)) for table in sorted({*base, *this})}
-    return {table: text for table, text in found.items() if text}
+def changes(base: Content, this: Content) -> dict[str, list[str]]:
+    """Return the tables that differ, each with its differences."""
+    found = {table: list(differences(base.get(table), this.get(table))) for table in sorted({*base, *this})}
+    return {table: texts for table, texts in found.items() if texts}
 
 
 def compare(against: str, chosen: Mapping[str, Steps], entries: Sequence[Mapping[str, str]], root: Path) -> int:
@@ -156,7 +159,8 @@ def compare(against: str, chosen: Mapping[str, Steps], entries: Sequence[Mapping
     Parameters
     ----------
     chosen : cases of `cases.all_cases(root / "data")`.
-    entries : expected changes, `case` and `table` (patterns), and `reason`.   root : folder for all files.
+    entries : expected changes: `case`, `table` and `part` (patterns; of any difference where it is left out), `reason`.
+    root : folder for all files.
     """
     cases.write_data(root / "data", any(case.startswith("recipe/") for case in chosen))
     check_out(against, root / "tree")
@@ -166,12 +170,14 @@ def compare(against: str, chosen: Mapping[str, Steps], entries: Sequence[Mapping
     for case in chosen:
         found = changes(read_case(root / "base" / case), read_case(root / "this" / case))
         differing += bool(found)
-        for table, text in found.items():
-            meant = [fnmatchcase(case, e["case"]) and fnmatchcase(table, e["table"]) for e in entries]
-            listed = [i for i, listed_here in enumerate(meant) if listed_here]
-            occurred.update(listed)
-            wrong += not listed
-            print(f"{case} {table}: {text}", *(f"(expected: {entries[i]['reason']})" for i in listed))
+        for table, texts in found.items():
+            for text in texts:
+                of = {"case": case, "table": table, "part": text}
+                meant = [i for i, e in enumerate(entries) if all(fnmatchcase(of[k], e.get(k, "*")) for k in of)]
+                occurred.update(meant)
+                wrong += not meant
+                if not meant or text == texts[0]:
+                    print(f"{case} {table}: {text}", *(f"(expected: {entries[i]['reason']})" for i in meant))
     for i, entry in enumerate(entries):
         if i not in occurred and fnmatch.filter(chosen, entry["case"]):
             wrong += 1
@@ -194,6 +200,8 @@ def main(arguments: list[str] | None = None) -> int:
         root.mkdir(parents=True)
         every = cases.all_cases(root / "data")
         names = cases.SMALLEST if args.smallest else fnmatch.filter(every, args.cases)
+        if not names:
+            parser.error(f"no case matches '{args.cases}'")
         chosen = {name: every[name] for name in names}
         return bool(compare(args.against, chosen, expected.get("change", []), root))
 

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,6 @@ NAMED = {
     "fedapp/core/collaboration.py": ["tests/test_fedpac.py"],
     "fedapp/core/mixture.py": ["tests/test_fedghg.py"],
     "fedapp/core/prototypes.py": ["tests/test_fedtgp.py"],
-    "fedapp/config/dp_rules.py": ["tests/test_private_runs.py"],
     "clients/_flower.py": ["tests/test_base.py", "tests/test_engine.py"],
     "clients/mutual.py": ["tests/test_fml.py", "tests/test_fedkd.py"],
     "fedapp/learning/evaluation.py": ["tests/test_further_metrics.py"],
@@ -262,13 +262,14 @@ def sample(root: Path, files: Sequence[str], number: int, seed: int) -> list[Mut
     A fault's lot depends only on its own text and the seed, so a change elsewhere does not change the other draws.
     """
     sources = {file: (root / file).read_text(encoding="utf-8") for file in files}
-
-    def lot(m: Mutant) -> tuple[str, int]:
+    equal, lots = Counter[str](), dict[Mutant, str]()
+    for m in sorted((m for file, source in sources.items() for m in mutants(file, source)), key=lambda m: m.start):
         old = sources[m.file].encode()[m.start : m.end].decode()
         text = "\0".join((str(seed), m.file, m.function, old, m.new))
-        return hashlib.sha256(text.encode()).hexdigest(), m.start
-
-    pool = sorted((m for file, source in sources.items() for m in mutants(file, source)), key=lot, reverse=True)
+        # The number among equal faults of a function: without it they would all be drawn together.
+        lots[m] = hashlib.sha256(f"{text}\0{equal[text]}".encode()).hexdigest()
+        equal[text] += 1
+    pool = sorted(lots, key=lots.__getitem__, reverse=True)
     drawn: list[Mutant] = []
     while pool and len(drawn) < number:
         if (mutant := pool.pop()).changes(sources[mutant.file]):
@@ -335,9 +336,9 @@ def page(records: Sequence[dict[str, Any]], command: str) -> str:
         )
     return f"""# Mutation tests
 
-A test that cannot fail proves nothing. `make mutants` puts small faults into the methods, the clients, the core
-mathematics and the local learning, one at a time, and runs the tests named for the faulty file. A fault that no test
-notices survives: either the tests miss something, or the fault makes no difference.
+A test that cannot fail proves nothing. `make mutants` puts small faults into the product's files, one at a time, and
+runs the tests named for the faulty file. A fault that no test notices survives: either the tests miss something, or the
+fault makes no difference.
 
 **{killed} of {len(records)} killed** ({killed / max(1, len(records)):.1%}), {len(survived)} survived.
 Command: `{command}`. Date: {time.strftime("%Y-%m-%d")}.
@@ -362,10 +363,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="another project, for tests")
     given = parser.parse_args(argv)
     root = given.root.resolve()
-    files = [f.relative_to(root).as_posix() for folder in FOLDERS for f in sorted((root / folder).glob("*.py"))]
+    files = [f.relative_to(root).as_posix() for folder in FOLDERS for f in sorted((root / folder).rglob("*.py"))]
     files = [f for f in files if not f.endswith("__init__.py")]
     if given.only:
         files = [f for f in files if any(f == o or f.startswith(o.rstrip("/") + "/") for o in given.only.split(","))]
+    if not files:
+        parser.error(f"no file matches '{given.only}'")
     drawn = sample(root, files, given.sample, given.seed)
     records = judge(root, drawn, given.results.resolve(), given.jobs)
     known, survived = reasons(), [r for r in records if r["result"] == "survived"]

@@ -185,7 +185,7 @@ def draw(name: str, paths: Sequence[Path]) -> Drawing:
     for path in paths:
         found = read(path)
         if isinstance(found, RunResult):
-            runs.append(found)
+            (runs if found.ok else lost).append(found)
         else:
             runs += [r for label in found.labels for r in found.finished if r.label == label]
             lost += [r for label in found.labels for r in found.runs if r.label == label and not r.ok]

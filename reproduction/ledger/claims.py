@@ -13,6 +13,7 @@ otherwise, or where runs are missing, it is *not decided*. The rules:
 - A claim of equality within a margin holds where the interval of two one-sided tests lies inside the margin, and does
   not hold where it lies outside.
 - Facts that are counted, such as bytes, are compared as they are.
+- A claim whose runs also differ in something else is not decided.
 """
 
 from __future__ import annotations
@@ -363,6 +364,7 @@ class Claim(Entry):
     id : short name.   text : the claim in our words, with the place in the paper.
     paper : the paper's numbers.   tests : all of them must hold.
     before : outcome by the rules of version 0.2, where it differs.
+    uneven : what its runs differ in besides the claim, which leaves it undecided.
     """
 
     id: str
@@ -370,6 +372,7 @@ class Claim(Entry):
     paper: str
     tests: tuple[AnyRule, ...] = Field(min_length=1)
     before: Outcome | None = None
+    uneven: str = ""
 
     @property
     def runs(self) -> tuple[Pair, ...]:
@@ -379,7 +382,8 @@ class Claim(Entry):
     def decide(self, evidence: Evidence) -> Verdict:
         """Decide the claim; missing runs leave it undecided."""
         try:
-            return every(*(test.decide(evidence) for test in self.tests))
+            found = every(*(test.decide(evidence) for test in self.tests))
+            return Verdict("not decided", f"{found.ours}; {self.uneven}", found.p) if self.uneven else found
         except MissingRun as e:
             return Verdict("not decided", f"runs are missing, such as {e}")
 

@@ -539,7 +539,8 @@ def comparison(known: Mapping[str, Mapping[str, Sequence[Scores]]]) -> list[str]
     parts = []
     for word, group in {"better": better, "worse": worse}.items():
         if group:
-            titles = "; ".join(SETTINGS[name].title for name in group)
+            seeds = {name: len(known[name]["alone"]) for name in group}
+            titles = "; ".join(SETTINGS[n].title + (", one seed" if seeds[n] == 1 else "") for n in group)
             points = ends([abs(one) for name in group for one in apart[name]])
             parts.append(f"both are {word} in {len(group)}, in every seed, by {points} points ({titles})")
     if rest := len(known) - len(better) - len(worse):
@@ -595,13 +596,15 @@ def costs(kept: Kept) -> str:
     )
 
 
+DIGITS = {"efficientnet-lite0": "64bf41b3", "minilm": "faef4414"}
+"""First digits of the bodies' digests, which `fedapp features` prints."""
+
+
 def bodies() -> list[str]:
     """Build the table of the known bodies."""
-    rows = [
-        (b.name, b.package, b.weights, b.licence, f"pictures of {b.size} pixels" if b.size else "English sentences")
-        for b in KNOWN
-    ]
-    return markdown("body|packages|SHA-256 of the weights|licence|input", rows)
+    inputs = {b.name: f"pictures of {b.size} pixels" if b.size else "English sentences" for b in KNOWN}
+    rows = [(b.name, b.package, DIGITS[b.name], b.weights, b.licence, inputs[b.name]) for b in KNOWN]
+    return markdown("body|packages|digits for `bodies`|SHA-256 of the weights|licence|input", rows)
 
 
 def page(text: str, kept: Kept) -> str:

@@ -152,8 +152,8 @@ def test_sentences_of_a_comparison_follow_from_the_scores() -> None:
     own = setting(0.87, 1500, 1, (0, -1.0))
     assert frozen.comparison({"cifar10-100": few, "cifar10-20": many, "clinc150": own}) == [
         "With each client's class shares, against training alone in 3 settings: both are better in 1, in every seed, "
-        "by 3.0 points (CIFAR-10, 100 clients, Dirichlet 0.1); both are worse in 1, in every seed, by 3.0 points "
-        "(CLINC150, ten domains as clients); in 1 neither holds.",
+        "by 3.0 points (CIFAR-10, 100 clients, Dirichlet 0.1, one seed); both are worse in 1, in every seed, by 3.0 "
+        "points (CLINC150, ten domains as clients, one seed); in 1 neither holds.",
         "With `choose` the mean harm to clients, against LDA alone, is known in every seed of 3 of 3 settings. It "
         "comes nearest to the margin in CIFAR-10, 100 clients, Dirichlet 0.1: 0.4 points, margin 1.0.",
         "Where clients share classes, those with fewer than 500 training rows gain +3.0 points, the others +1.0.",
@@ -163,7 +163,7 @@ def test_sentences_of_a_comparison_follow_from_the_scores() -> None:
     equal, worse = setting(0.905, 300, 0, (0.1, 0.4)), setting(0.87, 9, 0, (0, 0))
     assert frozen.comparison({"cifar10-100": equal, "fashion-20": worse}) == [
         "With each client's class shares, against training alone in 2 settings: both are worse in 1, in every seed, "
-        "by 3.0 points (Fashion-MNIST, 20 clients, Dirichlet 0.1); in 1 neither holds.",
+        "by 3.0 points (Fashion-MNIST, 20 clients, Dirichlet 0.1, one seed); in 1 neither holds.",
         "With `choose` the mean harm to clients, against LDA alone, is known in every seed of 2 of 2 settings. It "
         "comes nearest to the margin in CIFAR-10, 100 clients, Dirichlet 0.1: 0.4 points, margin 1.0.",
         "There `choose` keeps the own head of 7 of 10 clients and stays 0.5 points below training alone.",

@@ -53,6 +53,8 @@ def test_a_figure_names_methods_by_their_titles(tmp_path: Path) -> None:
     assert "Failed, and not drawn: FedAvg, seed 0 (round 1: " in drawing.caption
     assert "failed, and not drawn: FedAvg" in page
     assert "FedProx" in page and "LG-FedAvg" in page
+    named = papers.draw("fedgh-2", [tmp_path / "fedprox", tmp_path / "failed"])
+    assert "Failed, and not drawn: FedAvg" in named.caption and "FedAvg" not in named.alt
     assert not re.search("fedprox|lgfedavg", page + drawing.caption + drawing.alt)
 
 
