@@ -120,6 +120,29 @@ def test_mlflow_reads_the_run_back(real: RunResult) -> None:
     assert sqlite3.connect(store).execute("select count(*) from runs").fetchone() == (1,)
 
 
+@pytest.mark.parametrize(
+    ("uri", "kept", "told"),
+    [
+        ("postgresql://user:secret@/db?host=/run/sql", "", "postgresql"),
+        ("mysql+pymysql://u:secret@h/db", "", "h"),
+        ("https://u:secret@flow.example", "", "flow.example"),
+        ("sqlite:////a/b.db", "sqlite:////a/b.db", "sqlite:////a/b.db"),
+        ("mlruns", "mlruns", "mlruns"),
+        ("file:///a", "file:///a", "file:///a"),
+    ],
+)
+def test_no_password_of_an_address_reaches_the_run_directory(
+    uri: str, kept: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedapp.tracking import mlflow
+
+    client = MagicMock()
+    client.get_run.return_value.data.params = {}
+    monkeypatch.setattr(mlflow, "MlflowClient", lambda uri: client)
+    tracker = mlflow.MLflow(Tracked(tmp_path, "a", {}, {}, key=f"{uri}#7", step=0))
+    assert (tracker.key, tracker.where) == (f"{kept}#7", f"run 7 in {told}")
+
+
 def records(file: Path) -> Iterator[Any]:
     """Yield the records of an offline run of W&B: its own messages in the blocks of a LevelDB log."""
     from wandb.proto import wandb_internal_pb2
@@ -285,9 +308,14 @@ def test_a_tracker_that_fails_ends_no_run_and_catches_up(
     state = json.loads((out / "tracking.json").read_text())
     assert (state["breaks"]["round"], state["records"]["round"]) == (1, 3)
     assert [t for t in recorded if t[0] == "end"] == [("end", "finished", True, "")]
+    monkeypatch.setattr(sys, "argv", ["fedapp", "track", str(out), "--to", "breaks"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = capsys.readouterr().out
+    assert ended.value.code == 1 and "breaks failed (ConnectionError: the server is gone" in told
+    assert told.endswith(f"; mend the cause and repeat fedapp track {out} --to breaks\n")
     recorded.clear()
     FAILS.clear()
-    monkeypatch.setattr(sys, "argv", ["fedapp", "track", str(out), "--to", "breaks"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code and recorded[0] == ("begin", "k1") and recorded[-1][:2] == ("end", "finished")
@@ -361,6 +389,8 @@ def test_what_is_missing_is_said_before_anything_is_trained(
         assert not out.exists()
     with pytest.raises(BadRequest, match="did you mean 'mlflow'"):
         following.check("mlflw")
+    with pytest.raises(BadRequest, match="no tracker given: choose from tensorboard"):
+        following.track(RunResult(tmp_path), "", None)
 
 
 def test_packages_add_trackers(

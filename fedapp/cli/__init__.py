@@ -495,8 +495,10 @@ def track_runs(
     from fedapp.tracking import following
 
     found = read(directory)
-    for run in [found] if isinstance(found, RunResult) else found.runs:
-        following.track(run, ",".join(to), lambda event: echo(event["text"]) if "text" in event else None)
+    runs, names = [found] if isinstance(found, RunResult) else found.runs, ",".join(to)
+    complete = [following.track(r, names, lambda e: echo(e["text"]) if "text" in e else None) for r in runs]
+    if not all(complete):
+        raise typer.Exit(1)
 
 
 for _listed in (listing.methods, listing.keys, listing.models, listing.datasets, listing.partitions, listing.recipes):

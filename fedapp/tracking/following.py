@@ -107,8 +107,10 @@ def tracked(config: RunConfig, listener: Listener | None, out: Path | None = Non
 class Trackers:
     """The trackers of one run; a listener of its events."""
 
-    def __init__(self, config: RunConfig, out: Path, listener: Listener | None) -> None:
+    def __init__(self, config: RunConfig, out: Path, listener: Listener | None, over: bool = False) -> None:
         self.config = config
+        self.over = over  # the run has ended
+        self.complete = True  # nothing has failed
         self.out = out
         self.listener = listener
         self.working: dict[str, Tracker] = {}
@@ -122,7 +124,7 @@ class Trackers:
         try:
             self._take(event)
         except Exception as e:  # whatever a tracker is given or does, the run goes on
-            self.tell(f"tracking failed: {raised(e)}")
+            self._fail(f"tracking failed: {raised(e)}")
 
     def _take(self, event: Mapping[str, Any]) -> None:
         kind = event.get("kind")
@@ -142,7 +144,7 @@ class Trackers:
             try:
                 self._attach()
             except Exception as e:  # a full disk, say: the run has finished all the same
-                self.tell(f"not all figures and files are tracked: {type(e).__name__}: {e}")
+                self._fail(f"not all figures and files are tracked: {type(e).__name__}: {e}")
             self.end("finished", dict(flattened(event["summary"])))
         elif kind == "failed":
             stopped = str(event["message"]).startswith("KeyboardInterrupt")
@@ -155,6 +157,10 @@ class Trackers:
         elif kind == "warning":
             sys.stderr.write(f"fedapp: {text}\n")
 
+    def _fail(self, text: str) -> None:
+        self.complete = False
+        self.tell(text)
+
     def _each(self, do: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self.working.items()):
             self._attempt(name, partial(do, tracker))
@@ -165,8 +171,10 @@ class Trackers:
             do()
         except Exception as e:
             self.working.pop(name, None)
-            why = f"{name} failed, the run goes on without it ({raised(e)[:600]})"
-            self.tell(f"{why}; fedapp track {shlex.quote(str(self.out))} --to {name} catches up")
+            why, again = raised(e)[:600], f"fedapp track {shlex.quote(str(self.out))} --to {name}"
+            goes_on = "" if self.over else ", the run goes on without it"
+            advice = f"mend the cause and repeat {again}" if self.over else f"{again} catches up"
+            self._fail(f"{name} failed{goes_on} ({why}); {advice}")
 
     def _begin(self, done: int, clients: int) -> None:
         self.many = clients > MOST_CURVES
@@ -231,8 +239,8 @@ class Trackers:
         self.working = {}
 
 
-def track(run: RunResult, to: str, listener: Listener | None) -> None:
-    """Track a run that is over, or what trackers lack of it.
+def track(run: RunResult, to: str, listener: Listener | None) -> bool:
+    """Track a run that is over, or what trackers lack of it; return whether nothing failed.
 
     Parameters
     ----------
@@ -240,13 +248,16 @@ def track(run: RunResult, to: str, listener: Listener | None) -> None:
 
     Raises
     ------
-    BadRequest : no such tracker, no library, a run that this version does not accept, or one that still goes on.
+    BadRequest : no such tracker, none at all, no library, a run that this version does not accept, or one that still
+        goes on.
     """
     check(to)
+    if not names(to):
+        raise BadRequest(f"no tracker given: choose from {', '.join(OWN)}")
     if run.config is None:
         raise BadRequest(f"{run.out}: {run.problem}")
     with only_writer(run.out):
-        trackers = Trackers(run.config.replaced(track=to), run.out, listener)
+        trackers = Trackers(run.config.replaced(track=to), run.out, listener, over=True)
         last = int(run.rounds["round"].max()) if len(run.rounds) else 0
         trackers({"kind": "start", "done": last, "clients": len(run.final) or run.config.data.clients})
         if run.ok:
@@ -255,6 +266,7 @@ def track(run: RunResult, to: str, listener: Listener | None) -> None:
             trackers({"kind": "end", "summary": run.summary})
         message = str(run.error.get("message") or "")
         trackers.end("failed" if message else "interrupted", error=message)
+    return trackers.complete
 
 
 # ---- tracked values --------------------------------------------------------------------------------------------------

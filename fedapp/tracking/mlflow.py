@@ -51,8 +51,9 @@ class MLflow(Tracker):
         self.id, self.step = known, run.step
         # An address may hold a password, which must not get into the run directory: it is asked for again.
         place = urlsplit(uri)
-        self.key = f"{'' if place.hostname else uri}#{known}"
-        self.where = f"run {known} in {place.hostname or uri}"
+        shown = uri if place.scheme in ("", "file", "sqlite") else ""
+        self.key = f"{shown}#{known}"
+        self.where = f"run {known} in {place.hostname or shown or place.scheme}"
         settings = [(_name(k), str(v)[:6000]) for k, v in run.settings.items()]
         there = self.client.get_run(known).data.params
         new = [Param(k, v) for k, v in settings if k not in there]
