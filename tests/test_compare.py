@@ -74,6 +74,8 @@ def test_methods_may_have_values_of_their_own() -> None:
         ("local(augment)", "name=value"),
         ("fedprox(mu=1 mu=2)", "twice"),
         ("fedprox(lr=1 config.lr=2)", "twice"),
+        ("fedgh(header_lr=1 header-lr=2)", "names header-lr twice"),
+        ("ccvr(base=fedgh base.header_lr=1 base.header-lr=2)", "twice"),
         ("fedprox(muu=1)", "did you mean 'mu'"),
         ("local(alpha=1)", "--set alpha=1"),
         ("local(augment=bright)", None),

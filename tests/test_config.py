@@ -287,6 +287,23 @@ def test_a_folder_that_cannot_be_looked_into_is_a_bad_request(
     assert "Traceback" not in errors and "majority" not in errors, "found before the data are dealt"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"run {LONG}", f"run {LONG}.toml", f"compare {LONG}.toml", f"partition {LONG}", f"recipes {LONG}",
+        f"show {LONG}", f"predict --run {LONG} x.csv", f"export {LONG} --out x.pt2",
+        f"features {LONG} --with minilm --out x.npz",
+    ],
+    ids=lambda words: words.replace(LONG, "LONG"),
+)  # fmt: skip
+def test_a_name_that_no_file_has_is_a_bad_request(
+    words: str, fedapp: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, said = fedapp(*words.split())
+    assert code == 2 and "Traceback" not in said, said
+
+
 @pytest.mark.parametrize("mode", [0o000, 0o500])
 def test_a_folder_without_permission_is_a_bad_request(mode: int, tmp_path: Path) -> None:
     closed = tmp_path / "closed"

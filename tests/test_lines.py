@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +214,21 @@ def test_a_work_that_takes_seconds_is_named_until_the_next_text(monkeypatch: pyt
             assert "reading data 0 s" in shown and shown.endswith("read\n") and "\x1b[?25h" in shown
         else:
             assert shown == "reading data\nread\n"
+
+
+@pytest.mark.parametrize("stream", ["", "2"])
+@pytest.mark.parametrize("ending", [">&-", ">/dev/full"])
+@pytest.mark.parametrize(
+    "program", ["echo('a', err={err})", "Screen(stderr={err}).print('a')", "announce('a'); show('', ['x'], [['a']])"]
+)
+def test_a_command_does_its_work_where_a_stream_is_closed_or_full(program: str, ending: str, stream: str) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    program = f"from fedapp.results.terminal import *; from fedapp.cli.printing import show; {program}; echo('b')"
+    command = f'{sys.executable} -c "{program.format(err=bool(stream))}; import os; os._exit(7)" {stream}{ending}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
+    assert ("cannot be written (No space left on device)" in done.stderr) == (not stream and "full" in ending)
 
 
 def test_nouns_have_their_plural() -> None:

@@ -162,6 +162,11 @@ def test_the_facts_of_a_method_are_its_declarations(monkeypatch: pytest.MonkeyPa
         assert part in shown, part
 
 
+def test_the_facts_are_json_whatever_a_title_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "facts", lambda method: {"id": method.id, "title": "a\u00a0b\x1b"})
+    assert json.loads(printed("methods", "fedavg", "--json"))["title"] == "a\u00a0b\x1b"
+
+
 def test_recipes_come_in_the_order_of_their_numbers() -> None:
     found = [row[0] for row in lines("recipes") if row[0].startswith("ccvr-table4")]
     assert found == [f"ccvr-table4-{clients}-clients" for clients in (10, 50, 100)]

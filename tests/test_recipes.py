@@ -409,6 +409,9 @@ def test_an_unknown_recipe_is_refused_with_a_suggestion() -> None:
 def test_a_file_goes_before_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert recipes.find(Path("digits")).settings["clients"] == 10
+    Path("digits").mkdir()
+    assert recipes.find(Path("digits")).settings["clients"] == 10, "no folder hides a recipe"
+    Path("digits").rmdir()
     Path("digits").write_text("clients = 3\n")
     assert recipes.find(Path("digits")).settings == {"clients": 3}
 

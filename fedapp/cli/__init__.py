@@ -82,9 +82,10 @@ def main(app: Application = app) -> None:
 def found(file: Path | None) -> recipes.Recipe | None:
     """Read the file or the shipped recipe of a command; own code may lie next to a file."""
     from fedapp import plugins
+    from fedapp.data.names import is_there
     from fedapp.experiments import recipes
 
-    if file is None or file.is_file():  # without a file, own code may lie in the current folder
+    if file is None or is_there(file):  # without a file, own code may lie in the current folder
         plugins.import_code_next_to(file or Path("run.toml"))
     return recipes.find(file) if file is not None else None
 
@@ -468,10 +469,11 @@ def show_results(
     everything: Annotated[bool, typer.Option("--all", help="all methods, alerts and tables")] = False,
 ) -> None:
     """Show the answer of a finished comparison, or the scores of a finished run."""
+    from fedapp.data.names import is_there
     from fedapp.results.runs import RUN_MARK, Comparison, folder_at, read_comparison, read_run
 
     path = folder_at(directory)
-    if (path / RUN_MARK).is_file():
+    if is_there(path / RUN_MARK):
         from fedapp.engines.runner import print_run
 
         print_run(read_run(path), everything)

@@ -99,7 +99,7 @@ def methods(
 
     if method is not None:
         found = facts(registry.get(method))
-        echo(json.dumps(found, indent=2, ensure_ascii=False)) if as_json else describe(found)
+        echo(json.dumps(found, indent=2)) if as_json else describe(found)
         return
     tell_broken()
     chosen = [
@@ -110,7 +110,7 @@ def methods(
         and m["global_model"] >= global_model
     ]
     if as_json:
-        echo(json.dumps(chosen, indent=2, ensure_ascii=False))
+        echo(json.dumps(chosen, indent=2))
         return
     facts_of = (
         "id", "title", "different_architectures", "payload", "paper", "global_model", "class_info", "secure_sums",

@@ -11,12 +11,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedapp.errors import is_number, plain
-from fedapp.results.terminal import Screen, echo
+from fedapp.results.terminal import Screen, echo, is_screen
 
 
 def on_terminal() -> bool:
     """Return whether a person reads the output."""
-    return sys.stdout.isatty()
+    return is_screen(sys.stdout)
 
 
 def tell_broken() -> None:

@@ -158,10 +158,10 @@ def told_apart(what: str, method: str, inside: Sequence[str]) -> tuple[dict[str,
         if not sep or not name or not value:
             raise BadRequest(f"{what}: '{part}' in {method}(...) is not name=value (a blank between two)")
         field, key = name.replace("-", "_"), name.removeprefix("config.").replace("_", "-")
-        if name in args or key in settings:
+        if field in args or key in settings:
             raise BadRequest(f"{what}: {method}(...) names {name} twice")
         if field in fields or (name.startswith("base.") and "base_args" in fields):
-            args[name if name.startswith("base.") else field] = value
+            args[field] = value
         elif key in OWN_SETTINGS:
             settings[key] = parse_value(key, value)
         elif key in KEYS:

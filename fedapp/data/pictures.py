@@ -11,7 +11,6 @@ import contextlib
 import gzip
 import io
 import math
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -155,7 +154,8 @@ def _progress(items: Iterable[Item], text: str) -> Iterable[Item]:
     from rich.console import Console
     from rich.progress import track
 
-    return track(items, f"decoding {text}", console=Console(stderr=True)) if sys.stderr.isatty() else items
+    console = Console(stderr=True)
+    return track(items, f"decoding {text}", console=console) if console.is_terminal else items
 
 
 # --- a folder of pictures ------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from fedapp.bodies.extraction import Chunks, Extracted, Source
 from fedapp.bodies.extractor import Extractor
 from fedapp.bodies.known import Body
 from fedapp.data import datasets
+from fedapp.data.names import is_there
 from fedapp.engines import local, pool
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest
@@ -43,7 +44,7 @@ def source(data: str, text: str, values: Mapping[str, Any]) -> Source:
     settings, place = configuration.validated(values).data, absolute(data)
     if not text and (data in datasets.DATASET_NAMES or data in datasets.installed()):
         return Source(data, settings.data_dir, settings)
-    if not text and not place.exists():
+    if not text and not is_there(place):
         datasets.check_name(data)
     return extraction.of_files(place, text, settings)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -24,6 +23,7 @@ from fedapp.config import RunConfig
 from fedapp.engines import local as engines
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import plain, raised
+from fedapp.results.terminal import echo
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ def _run(flat: dict[str, object]) -> FinishedRun:
         if event["kind"] == "failed":
             failed.append(event)
         elif event["kind"] == "warning" and "tracker" in event:
-            sys.stderr.write(f"fedapp: {plain(event['text'])}\n")
+            echo(f"fedapp: {plain(event['text'])}", err=True, must=True)
 
     try:
         engines.run_local(config, note_event)
     except Exception as e:
-        sys.stderr.write(plain("".join(event["traceback"] for event in failed)))
+        echo(plain("".join(event["traceback"] for event in failed)), err=True, nl=False, must=True)
         return FinishedRun(out, raised(e))
     return FinishedRun(out, None)
 

@@ -32,6 +32,7 @@ from pydantic import Field
 from fedapp import config as configuration
 from fedapp import registry
 from fedapp.data import datasets
+from fedapp.data.names import is_there
 from fedapp.errors import BadRequest, listed, suggest
 from fedapp.experiments.shipped import FOLDER, Entry, Value, read
 
@@ -183,7 +184,7 @@ def find(file: Path) -> Recipe:
     ------
     BadRequest : neither.
     """
-    if file.exists():
+    if is_there(file) and not (file.is_dir() and str(file) in shipped()):
         return from_file(file)
     if file.stem in shipped() and file.suffix == ".toml":
         raise BadRequest(f"{file} does not exist; the shipped recipe is called {file.stem}")

@@ -67,7 +67,7 @@ def load(
     place, body = absolute(run_dir), body.lower()
     if point not in FILES:
         raise BadRequest(f"point = {point!r}: choose from {', '.join(FILES)}")
-    if (place / RUN_MARK).is_file():
+    if is_there(place / RUN_MARK):
         run = read_run(place)
         if run.config is None:
             raise BadRequest(f"this version does not accept the configuration of {place}: {run.problem}")

@@ -624,7 +624,7 @@ def read(path: str | Path) -> RunResult | Comparison:
     BadRequest : it is neither.
     """
     path = folder_at(path)
-    return read_run(path) if (path / RUN_MARK).is_file() else read_comparison(path)
+    return read_run(path) if is_there(path / RUN_MARK) else read_comparison(path)
 
 
 def folder_at(path: str | Path) -> Path:

@@ -33,10 +33,15 @@ _waiting: list[Any] = []
 """The spinner that a terminal shows now, if any."""
 
 
+def is_screen(stream: TextIO | None) -> bool:
+    """Return whether a person sees what a stream gets; a program whose stream is closed has None."""
+    return stream is not None and stream.isatty()
+
+
 def announce(work: str) -> None:
     """Name a work that takes seconds: in a line, on a terminal with the seconds so far until the next text."""
     end_announcement()
-    if _silent or not sys.stderr.isatty():
+    if _silent or not is_screen(sys.stderr):
         echo(work, err=True)
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn
@@ -54,7 +59,7 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = TextColumn(what), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()
-    shown = not _silent and sys.stderr.isatty()
+    shown = not _silent and is_screen(sys.stderr)
     with Progress(*columns, console=Screen(stderr=True), transient=True, disable=not shown) as bar:
         task, first = bar.add_task(what, speed=""), time.perf_counter()
         begun: list[int] = []
@@ -92,7 +97,7 @@ def quiet(wanted: bool) -> Iterator[None]:
 def echo(text: object, err: bool = False, nl: bool = True, must: bool = False) -> None:
     """Print a text as `plain` writes it; messages on a terminal break between words.
 
-    Nothing is printed where the reader of a pipe has gone.
+    Nothing is printed where the reader of a pipe has gone, or where a stream cannot be written.
 
     Parameters
     ----------
@@ -102,12 +107,12 @@ def echo(text: object, err: bool = False, nl: bool = True, must: bool = False) -
         return
     end_announcement()
     shown = plain(text, whole=True)
-    if err and sys.stderr.isatty():
+    if err and is_screen(sys.stderr):
         shown = "\n".join(_broken(line, shutil.get_terminal_size().columns) for line in shown.split("\n"))
     try:
         typer.echo(shown, err=err, nl=nl)
-    except BrokenPipeError:
-        _silence(sys.stderr if err else sys.stdout)
+    except OSError as e:
+        _silence(e, err)
 
 
 def _broken(line: str, width: int) -> str:
@@ -128,10 +133,12 @@ def print_anything() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _silence(stream: TextIO) -> None:
+def _silence(error: OSError, err: bool) -> None:
     """Let a stream lead nowhere, so that a command whose reader has gone, such as `head`, still does its work."""
     with Path(os.devnull).open("wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
+        os.dup2(nowhere.fileno(), (sys.stderr if err else sys.stdout).fileno())
+    if not err and not isinstance(error, BrokenPipeError):
+        echo(f"the output cannot be written ({error.strerror})", err=True, must=True)
 
 
 class Screen(Console):
@@ -150,7 +157,14 @@ class Screen(Console):
 
     def on_broken_pipe(self) -> None:
         """Go on without printing."""
-        _silence(sys.stderr if self.stderr else sys.stdout)
+        _silence(BrokenPipeError(), self.stderr)
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """Print; go on without it where the stream cannot be written."""
+        try:
+            super().print(*objects, **how)
+        except OSError as e:
+            _silence(e, self.stderr)
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Make a text of what a table, a title or a line was given."""

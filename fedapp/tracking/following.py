@@ -12,7 +12,6 @@ import importlib.util
 import json
 import math
 import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,6 +23,7 @@ from fedapp.config import RunConfig
 from fedapp.errors import BadRequest, listed, raised, suggest_choice
 from fedapp.results.directory import MOST_CURVES, TRACKED, only_writer, write_json
 from fedapp.results.runs import RunResult, read_json, read_table
+from fedapp.results.terminal import echo
 from fedapp.tracking.base import Tracked, Tracker, Value
 
 Listener = Callable[[Mapping[str, Any]], None]
@@ -155,7 +155,7 @@ class Trackers:
         if self.listener is not None:
             self.listener({"kind": kind, "text": text, "tracker": True})
         elif kind == "warning":
-            sys.stderr.write(f"fedapp: {text}\n")
+            echo(f"fedapp: {text}", err=True, must=True)
 
     def _fail(self, text: str) -> None:
         self.complete = False
