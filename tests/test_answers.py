@@ -212,6 +212,11 @@ def test_no_number_is_cut_and_no_word_broken(width: int, four: Path, monkeypatch
     assert set(shown.split()) <= whole | said
 
 
+def test_the_narrowest_terminal_gets_an_answer(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    assert "alone:\nFedClassAvg" in screen(Comparison(four, ()), everything=True)
+
+
 def test_alerts_name_what_must_be_known_first(tmp_path: Path) -> None:
     comparison(tmp_path, {"local": [0.2, 0.2, 0.2], "lgfedavg": [0.1, 0.1]}, clients=1, rows=20)
     found = Comparison(tmp_path, ())

@@ -68,6 +68,7 @@ def test_methods_may_have_values_of_their_own() -> None:
         ("fedavgg", "did you mean"),
         ("local,local", "twice"),
         ("local(augment=weak),local( augment=weak )", "twice"),
+        ("fedprox(mu=0.1 lr=1),fedprox(lr=1.0 mu=0.10)", "twice"),
         ("local(augment=weak", "brackets"),
         ("local)", "brackets"),
         ("local((augment=weak))", "brackets"),

@@ -88,6 +88,7 @@ def test_a_name_is_a_hyperparameter_before_it_is_a_key() -> None:
         ("lr", "NAME=VALUE"), ("lr=", "NAME=VALUE"), ("lr=1,,2", "NAME=VALUE"), ("lr=1,2,1", "twice"),
         ("lr=1;lr=2", "twice"), ("mu=1", "none of local, fedavg has mu"), ("fedprox.mu=1", "none of"),
         ("alpha=0.1,1", "none of"), ("lr=fast", "number"),
+        ("lr=0.1,0.10", "a value of lr twice"), (";", "names nothing"),
     ],
 )  # fmt: skip
 def test_grids_that_make_no_sense_are_refused(points: str, says: str) -> None:
@@ -235,6 +236,8 @@ def test_each_value_of_a_sweep_is_a_setting(tmp_path: Path) -> None:
         plan("local", tmp_path, sweep="fraction-tran=0.5")
     with pytest.raises(BadRequest, match="no common key"):
         plan("local", tmp_path, sweep="lr=0.5")
+    with pytest.raises(BadRequest, match="a value of clients twice"):
+        plan("local", tmp_path, sweep="clients=3,03")
 
 
 def test_a_method_without_a_chosen_point_in_one_setting_is_named_and_fails_the_command(

@@ -212,6 +212,7 @@ def refused(*arguments: str) -> str:
         (("run", "--client-cpus", "0"), "'--client-cpus': 0 is not in the range"),
         (("run", "--method", "fedprox(mu=0.1", "--dry-run"), "its brackets do not match"),
         (("run", "--method", "fedprox(mu=0.1)", "--set", "method-args=mu=1"), "mu is given twice"),
+        (("methods", "fedavg", "--no-class-info"), "options that choose methods go without an id"),
         (("methods", "fedavgg"), "did you mean 'fedavg'?"),
     ],
 )

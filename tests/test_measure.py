@@ -75,6 +75,14 @@ def test_the_largest_client_of_each_architecture_is_tried(monkeypatch: pytest.Mo
     assert need.seconds == 3.0 and need.client == overall
 
 
+def test_settings_whose_clients_differ_are_measured_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[RunConfig] = []
+    monkeypatch.setattr(measure, "_measure", measured.extend)
+    asked = [config(), config(method="fedavg"), config(clients=2), config(partition="iid"), config(alpha=0.1)]
+    measure.client_needs(asked)
+    assert measured == [asked[0], *asked[2:]]
+
+
 def test_no_further_client_is_begun_after_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     monkeypatch.setattr(measure, "_round_seconds", lambda c, client, d: float(tried.append(client) or 1))

@@ -142,6 +142,14 @@ def test_measured_gpu_memory_sets_the_share(
     assert f"1 CPU and {share:g} of {devices} GPU each" in chosen.text and f"{each}.0 GiB of GPU memory" in chosen.text
 
 
+@pytest.mark.parametrize(("devices", "gpus", "at_once"), [(2, 0.6, 2), (2, 0.5, 4), (4, 0.3, 12), (4, 1, 4), (4, 2, 2)])
+def test_the_share_of_a_client_comes_from_one_gpu(
+    machine: Callable[[int, int, int], None], devices: int, gpus: float, at_once: int
+) -> None:
+    machine(32, devices, 500)
+    assert choose_resources(30, gpus=gpus).parallel == at_once
+
+
 def test_a_whole_gpu_for_each_client_is_respected(machine: Callable[[int, int, int], None]) -> None:
     machine(16, 2, 100)
     chosen = choose_resources(10, gpus=1.0)

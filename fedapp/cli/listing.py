@@ -98,6 +98,8 @@ def methods(
     from fedapp import registry
 
     if method is not None:
+        if different_architectures or no_class_info or global_model:
+            raise BadRequest(f"options that choose methods go without an id: leave out {method}, or the options")
         found = facts(registry.get(method))
         echo(json.dumps(found, indent=2)) if as_json else describe(found)
         return

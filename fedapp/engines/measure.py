@@ -52,9 +52,7 @@ def client_needs(configs: Sequence[RunConfig]) -> ClientNeeds:
     """
     different = {
         (
-            c.data.dataset,
-            c.data.data_dir,
-            c.data.data_fraction,
+            c.data,
             c.training.batch_size,
             c.training.precision,
             c.model,

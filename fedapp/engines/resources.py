@@ -116,7 +116,8 @@ def choose_resources(
     client_gpus = 0.0
     if devices:
         client_gpus = gpus if gpus is not None else _gpu_share(parallel, devices, needs)
-        parallel = min(parallel, int(devices / client_gpus))
+        at_once = devices * int(1 / client_gpus) if client_gpus < 1 else int(devices / client_gpus)
+        parallel = min(parallel, at_once)
     of_gpu = f" and {client_gpus:g} of {devices} GPU" if client_gpus else ""
     text = (
         f"{parallel} of {counted(clients, 'client')} at a time on {counted(cores, 'core')}: "

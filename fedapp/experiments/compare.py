@@ -45,7 +45,7 @@ from fedapp.engines import pool, runner
 from fedapp.engines import superlink as launch
 from fedapp.engines.progress import Display
 from fedapp.engines.resources import usable_cores
-from fedapp.errors import BadRequest, counted, named_values, suggest_choice
+from fedapp.errors import BadRequest, counted, named_values, plain_value, suggest_choice
 from fedapp.experiments import grid, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.files import absolute, explained
@@ -99,9 +99,11 @@ def parse_variants(text: str) -> list[Variant]:
     variants = [_variant("--methods", *configuration.in_brackets("--methods", entry)) for entry in entries(text)]
     if not variants:
         raise BadRequest("no method given: --methods local,fedavg,...")
+    same = [(v.method, {k: plain_value(text) for k, text in v.args}, dict(v.settings)) for v in variants]
     folders = [v.folder for v in variants]
-    if twice := sorted({v.label for v in variants if folders.count(v.folder) > 1}):
-        raise BadRequest(f"--methods names {', '.join(twice)} twice")
+    twice = {v.label for v, what in zip(variants, same) if same.count(what) > 1 or folders.count(v.folder) > 1}
+    if twice:
+        raise BadRequest(f"--methods names {', '.join(sorted(twice))} twice")
     return variants
 
 

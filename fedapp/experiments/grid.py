@@ -15,7 +15,7 @@ from itertools import product
 import pandas as pd
 
 from fedapp import registry
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, plain_value
 from fedapp.experiments.jobs import Job
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import mean_and_std
@@ -26,7 +26,7 @@ def parse(text: str, option: str) -> dict[str, list[str]]:
 
     Raises
     ------
-    BadRequest : an entry of another form, or a name or a value that stands twice.
+    BadRequest : an entry of another form, none at all, or a name or a value that stands twice (0.1 and 0.10 are one).
     """
     found: dict[str, list[str]] = {}
     for entry in filter(str.strip, text.split(";")):
@@ -34,9 +34,11 @@ def parse(text: str, option: str) -> dict[str, list[str]]:
         listed = [value.strip() for value in values.split(",")]
         if not name or not sep or not all(listed):
             raise BadRequest(f"{option}: '{entry.strip()}' is not NAME=VALUE,VALUE (a semicolon between two names)")
-        if name in found or len(set(listed)) < len(listed):
+        if name in found or len(set(map(plain_value, listed))) < len(listed):
             raise BadRequest(f"{option} names {name if name in found else f'a value of {name}'} twice")
         found[name] = listed
+    if text and not found:
+        raise BadRequest(f"{option} '{text}' names nothing: give NAME=VALUE,VALUE")
     return found
 
 

@@ -414,7 +414,7 @@ def _said(answer: Answer, width: int, everything: bool) -> list[str]:
 
 def _wrap(text: str, width: int, **how: Any) -> list[str]:
     """Break a text between words."""
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **how)
+    return textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False, **how)
 
 
 def _alert_lines(alerts: Sequence[str], width: int, everything: bool) -> list[str]:
