@@ -19,6 +19,7 @@ from fedapp.engines import local as engines
 from fedapp.experiments import tables
 from fedapp.experiments.jobs import Job, Variant
 from fedapp.results.directory import write_json
+from fedapp.results.runs import folder_of
 
 CLASSES = 10
 Scores = Mapping[str, Sequence[float]]
@@ -40,11 +41,11 @@ def comparison(
         wanted += [(again, "again", "local", 0.0)] if seeds > 2 else []
         for kept, folder, method, gain in wanted:
             chance = {"received": skill + gain - 0.03, "trained": skill + gain}
-            if method == "local":
-                del chance["received"]
+            if method == "local" or "base=none" in method:
+                del chance["received" if method == "local" else "trained"]
             correct = {p: rng.binomial(test, np.clip(c, 0, 1)) for p, c in chance.items() if method not in failed}
             sent = 0 if method == "local" else float(10 ** rng.uniform(3, 6))
-            place = out / folder / f"{method}-s{seed}"
+            place = out / folder / f"{folder_of(method)}-s{seed}"
             kept.append(_run(place, method, seed, train, test, correct, rounds, 0.8, sent))
     alerts = ["Settings differ, augment: none for all."]
     tables.write(out, jobs, again, "local", None, alerts, ["a note"], "fedapp compare x")
@@ -82,13 +83,15 @@ def _run(
 
     Parameters
     ----------
+    method : its label; with `base=none` the run has no rounds.
     train : training rows (K, C).   test : test rows (K,).   correct : by protocol (K,); empty: the run diverged.
     balanced : all-class scores as a share of accuracy.   sent : bytes.   largest : class share, None = that of `train`.
     """
     clients = len(train)
+    label, (method, _, args) = method, method.partition("(")
     values = {"method": method, "dataset": "digits", "clients": clients, "num-server-rounds": rounds, "seed": seed}
-    config = engines.effective(values).replaced(out=str(out))
-    job = Job(Variant(method, method), "", seed, config)
+    config = engines.effective({**values, "method-args": args.rstrip(")")}).replaced(out=str(out))
+    job, rounds = Job(Variant(label, method), "", seed, config), config.federation.num_server_rounds
     out.mkdir(parents=True)
     write_toml(out / "config.toml", config)
     about = {"python": "3", "processor": "none", "system": "none", "started": "2026-01-02T03:04:05+0000"}
@@ -128,7 +131,7 @@ def _run(
     sampled = [{"round": t, "client": i, "num_samples": 9} for t in range(1, rounds + 1) for i in range(clients)]
     _write(out / "clients.csv", sampled)
     parts = train // 3
-    right = (parts * np.nan_to_num(accuracy["trained"])[:, None]).astype(int)
+    right = (parts * np.nan_to_num([*accuracy.values()][-1])[:, None]).astype(int)
     matrices = np.zeros((clients, CLASSES, CLASSES), int)
     for i in range(CLASSES):
         matrices[:, i, i] = right[:, i]
@@ -139,13 +142,16 @@ def _run(
         "ok": True, "method": method, "clients": clients, "rounds": rounds, "seed": seed, "dropped": 0,
         "accuracy": {p: {"last": mean, "last_std": 0.05, "balanced": balanced * mean} for p, mean in means.items()},
         "pooled": means, "test_sizes": {"mean": float(test.mean())}, "seconds": 6.0, "metrics": {},
-        "bytes_up": sent, "bytes_down": sent, "headline": {"score": headline, "value": means[headline]},
+        **({"bytes_up": sent} if rounds else {"bytes_up": 0, "bytes_up_query.sums": sent}),
+        "bytes_down": sent * bool(rounds), "headline": {"score": headline, "value": means[headline]},
     }  # fmt: skip
     write_json(out / "summary.json", summary)
     return job
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        return
     with path.open("w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, list(rows[0]), lineterminator="\n")
         writer.writeheader()

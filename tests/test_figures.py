@@ -18,11 +18,13 @@ from safetensors.numpy import load_file
 from fedapp.engines.local import run
 from fedapp.results import analysis, figures
 from fedapp.results.analysis import Unavailable
+from fedapp.results.answers import answers_of
 from fedapp.results.figures import gains, maps, pieces, plots, scores, style
 from fedapp.results.figures.gallery import Job
 from fedapp.results.runs import Comparison, RunResult, groups_of, read_comparison, read_run, varying
 from fedapp.tasks import simulated
 from fedapp.transport import checkpoint
+from tests import madeup
 from tests.conftest import SMALL
 from tests.handmade import context, reply
 
@@ -226,6 +228,26 @@ def test_a_sweep_shows_mean_and_spread_over_seeds(sweep: Comparison) -> None:
 def test_hyperparameters_of_a_method_make_a_figure_with_the_distance(sweep: Comparison) -> None:
     ids = [d.id for d in scores.hyperparameters(sweep.runs)]
     assert ids == ["sweep-cwfedavg-lam", "sweep-cwfedavg-lam-distance"]
+
+
+def test_a_method_without_rounds_stands_with_the_others(tmp_path: Path) -> None:
+    """It is in the figures of the others, and so in one of each; with a sweep over rounds it is in each setting."""
+    comparison = read_comparison(madeup.comparison(tmp_path / "one", ["fedavg", "lda(base=none)", "local"]))
+    gallery = figures.of_comparison(comparison)
+    assert gallery.missing == []
+    (traffic,) = (d for d in gallery.drawings if d.id.startswith("traffic"))
+    assert "LDA (base=none)" in traffic.alt
+    (loss,) = (d for d in gallery.drawings if d.id.startswith("training-loss"))
+    assert loss.alt.startswith("Line charts of the training loss by round. FedAvg 2.00 to ") and "LDA" not in loss.alt
+    out = tmp_path / "swept"
+    for rounds in (2, 3):
+        madeup.comparison(out / f"{rounds}", ["fedavg", "lda(base=none)"], seeds=1, rounds=rounds)
+        shutil.move(out / f"{rounds}" / "runs", out / "runs" / f"digits-dirichlet-0.5-num-server-rounds={rounds}")
+    tables = [pd.read_csv(out / f"{n}" / "results.csv").assign(sweep=f"num-server-rounds {n}") for n in (2, 3)]
+    pd.concat(tables).to_csv(out / "results.csv", index=False)
+    swept = read_comparison(out)
+    assert [s["num-server-rounds"] for s, _ in groups_of(swept.runs)] == [2, 3] and len(swept.labels) == 2
+    assert all(sum(a.tells_of(r) for r in swept.runs) == 2 for a in answers_of(swept))
 
 
 # ---- what is drawn and what is left out ------------------------------------------------------------------------------

@@ -482,9 +482,10 @@ def read_run(path: str | Path) -> RunResult:
 
 # ---- several runs ----------------------------------------------------------------------------------------------------
 
+ROUNDS = "num-server-rounds"
 SETTING_KEYS = (
     "dataset", "partition", "alpha", "classes-per-client", "clients", "fraction-train", "model", "local-epochs",
-    "num-server-rounds", "split", "method-args",
+    ROUNDS, "split", "method-args",
 )  # fmt: skip
 """Run-config keys in which the runs of a comparison may differ besides method and seed, the outermost first."""
 MAX_FOLDER = 80
@@ -597,7 +598,7 @@ def tells_of(run: RunResult, column: str, value: Any) -> bool:
         return True
     if column == "sweep":
         pairs = (entry.rpartition(" ") for entry in str(value).split(", "))
-        return all(str(run.flat.get(key)) == given for key, _, given in pairs)
+        return all(str(_setting(run, key)) == given for key, _, given in pairs)
     return bool(run.flat.get(column.replace("_", "-")) == value)
 
 
@@ -653,7 +654,9 @@ def labelled(
     variants = {folder_of(str(v)): str(v) for v in table["variant"]} if table is not None and "variant" in table else {}
     named = {r.out: (searched or {}).get(f := _without_seed(r.out)) or variants.get(f.name, "") for r in runs}
     whole = all(named.values())
-    keys = [k for k in varying(runs) if k != "method-args" and not (whole and k in OWN_KEYS)]
+    one_length = len({_setting(r, ROUNDS) for r in runs} - {0}) < 2  # a method without rounds is no other setting
+    left_out = {"method-args", *(OWN_KEYS if whole else ()), *([ROUNDS] if one_length else [])}
+    keys = [k for k in varying(runs) if k not in left_out]
     settings = {r.out: {k: v for k in keys if (v := _setting(r, k)) is not None} for r in runs}
     labelled = []
     for run in runs:
@@ -683,7 +686,12 @@ def uses(run: RunResult, key: str) -> bool:
 
 
 def _setting(run: RunResult, key: str) -> Any:
-    """A setting's value, or None where the run's partition does not use it."""
+    """A setting's value, or None where the run's partition does not use it.
+
+    The rounds of a sweep are in the folder's name: a method without rounds has 0 in its run-config.
+    """
+    if key == ROUNDS and run.flat.get(key) == 0 and (swept := re.search(rf"{ROUNDS}=(\d+)", run.out.parent.name)):
+        return int(swept[1])
     return run.flat.get(key) if uses(run, key) else None
 
 

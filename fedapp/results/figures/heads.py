@@ -10,7 +10,7 @@ from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import maps, plots
 from fedapp.results.figures.pieces import Curve
 from fedapp.results.figures.scores import bands, by_method, mean_curve
-from fedapp.results.figures.words import Runs, Words, each, percent, setting_text
+from fedapp.results.figures.words import Runs, Words, each, made, percent, setting_text
 from fedapp.results.runs import groups_of
 from fedapp.results.statistics import within_rows
 
@@ -51,13 +51,14 @@ def mixing(runs: Runs) -> Words:
 
 def training_loss(runs: Runs) -> Words:
     """Draw the clients' mean training loss by round, one panel per setting (cwFedAvg, Fig. 4)."""
+    runs = [run for run, _ in made(runs, lambda run: cross_entropy(run.rounds))]
     panels: dict[str, list[Curve]] = {}
     for setting, members in groups_of(runs):
         for label, same in by_method(members).items():
             curve = mean_curve(label, pd.concat([cross_entropy(r.rounds) for r in same]))
             panels.setdefault(setting_text(setting), []).append(curve)
     said = "; ".join(
-        f"{name}: " + ", ".join(f"{c.label} {c.mean[0]:.2f} to {c.mean[-1]:.2f}" for c in lines)
+        f"{name}: " * bool(name) + ", ".join(f"{c.label} {c.mean[0]:.2f} to {c.mean[-1]:.2f}" for c in lines)
         for name, lines in panels.items()
     )
     return (
