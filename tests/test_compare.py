@@ -35,6 +35,7 @@ from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.results import report, terminal
 from fedapp.results import tables as printed
 from fedapp.results.directory import only_writer
+from fedapp.results.figures import Gallery
 from fedapp.results.runs import MAX_FOLDER, PAIRED, read_comparison
 from fedapp.results.statistics import privacy
 from fedapp.results.terminal import Screen, echo
@@ -318,6 +319,10 @@ def test_a_broken_run_goes_on_and_others_are_left_out_by_name(
     assert "not in these tables" in result.stderr
     assert "fedprox-s0" in result.stderr
     assert list(pd.read_csv(out / "results.csv")["variant"]) == ["fedavg", "local"]
+    there = read_comparison(out)
+    assert there.labels == ("fedavg", "local") and [r.out.name for r in there.others] == ["fedprox-s0"]
+    told = report.of_comparison(there, Gallery())
+    assert "these runs of an earlier call: runs/fedprox-s0." in told
 
 
 def test_a_comparison_that_was_moved_goes_on(tmp_path: Path, no_page: list[Path], in_turn: list[str]) -> None:

@@ -503,11 +503,13 @@ class Comparison:
     Attributes
     ----------
     out : the folder.
-    runs : all run directories below it, in the order of the rows of `table`; those without a row follow by path.
+    runs : a run directory below it for each row of `table`, in their order; all of them, by path, where none has a row.
+    others : the directories of the other runs, which are of an earlier call.
     """
 
     out: Path
     runs: tuple[RunResult, ...]
+    others: tuple[RunResult, ...] = ()
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -554,7 +556,7 @@ class Comparison:
 
 
 def read_comparison(path: str | Path) -> Comparison:
-    """Read all run directories below a folder, up to four levels deep, in the order of `results.csv`.
+    """Read the run directories below a folder, up to four levels deep, that `results.csv` has, in its order.
 
     Raises
     ------
@@ -571,11 +573,15 @@ def read_comparison(path: str | Path) -> Comparison:
     if not runs:
         raise BadRequest(f"{path} holds neither a run ({RUN_MARK}) nor a comparison (run directories below it)")
     table = Comparison(path, ()).table
-    return Comparison(path, tuple(_in_order(labelled(runs, table, searched), table)))
+    variants = {folder_of(str(v)): str(v) for v in table.get("variant", ())}
+    named = {r.out: searched.get(f := _without_seed(r.out)) or variants.get(f.name, "") for r in runs}
+    found = _with_rows(labelled([r for r in runs if named[r.out]] or runs, named), table)
+    kept = {r.out for r in found}
+    return Comparison(path, tuple(found), tuple(r for r in runs if r.out not in kept))
 
 
-def _in_order(runs: Sequence[RunResult], table: pd.DataFrame) -> list[RunResult]:
-    """Return runs in the order of the rows of `results.csv`, those without a row after them."""
+def _with_rows(runs: Sequence[RunResult], table: pd.DataFrame) -> list[RunResult]:
+    """Return the runs that have a row of `results.csv`, one for each row, in their order; all where none has one."""
     if not {"variant", "seed"} <= set(table):
         return list(runs)
     columns = [c for c in ("dataset", "partition", "alpha", "classes_per_client", "sweep") if c in table]
@@ -589,7 +595,8 @@ def _in_order(runs: Sequence[RunResult], table: pd.DataFrame) -> list[RunResult]
                 return number
         return len(rows)
 
-    return sorted(runs, key=rank)
+    by_row = {rank(run): run for run in runs}
+    return [by_row[number] for number in sorted(by_row) if number < len(rows)] or list(runs)
 
 
 def tells_of(run: RunResult, column: str, value: Any) -> bool:
@@ -643,17 +650,14 @@ def folder_at(path: str | Path) -> Path:
     return path
 
 
-def labelled(
-    runs: Sequence[RunResult], table: pd.DataFrame | None = None, searched: Mapping[Path, str] | None = None
-) -> list[RunResult]:
+def labelled(runs: Sequence[RunResult], named: Mapping[Path, str] | None = None) -> list[RunResult]:
     """Give every run its setting, and a label that tells it from the other runs of that setting and seed.
 
-    `fedapp compare` names the variants of a method in results.csv and in the names of their folders; among other runs,
-    the keys in which those of one method and setting differ make the label.
+    `named` has the label of each run of `fedapp compare` by its folder; among other runs, the keys in which those of
+    one method and setting differ make the label.
     """
-    variants = {folder_of(str(v)): str(v) for v in table["variant"]} if table is not None and "variant" in table else {}
-    named = {r.out: (searched or {}).get(f := _without_seed(r.out)) or variants.get(f.name, "") for r in runs}
-    whole = all(named.values())
+    named = named or {}
+    whole = all(named.get(r.out) for r in runs)
     one_length = len({_setting(r, ROUNDS) for r in runs} - {0}) < 2  # a method without rounds is no other setting
     left_out = {"method-args", *(OWN_KEYS if whole else ()), *([ROUNDS] if one_length else [])}
     keys = [k for k in varying(runs) if k not in left_out]
