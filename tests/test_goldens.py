@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tools import cases, declarations, goldens
 
@@ -59,6 +61,18 @@ def test_a_change_of_a_file_is_named_and_times_are_not(
     ((table, texts),) = goldens.changes(found[0], found[1]).items()
     assert table == Path(file).name and words in texts[0]
     assert not goldens.changes(found[0], found[2])
+
+
+def test_the_folder_of_a_case_is_no_difference(tmp_path: Path) -> None:
+    found = []
+    for name in ("base", "this"):
+        folder = tmp_path / name / "case"
+        folder.mkdir(parents=True)
+        (folder / "ended").touch()
+        (folder / "stdout.txt").write_text(f"in {folder}/run\n")
+        save_file({"w": np.zeros(1)}, folder / "a.safetensors", {"fedapp": json.dumps({"lost": f"{folder}/run"})})
+        found.append(goldens.read_case(folder))
+    assert not goldens.changes(*found)
 
 
 def test_a_case_that_was_killed_is_named(tmp_path: Path) -> None:

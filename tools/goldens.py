@@ -89,7 +89,8 @@ def read_file(path: Path, folder: Path) -> Any:
     if path.suffix == ".safetensors" or path.name.endswith("head-norms"):
         with safe_open(path, "np") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return {**arrays, "header": without_changing(json.loads((file.metadata() or {}).get("fedapp", "{}")))}
+            header = (file.metadata() or {}).get("fedapp", "{}").replace(str(folder), "FOLDER")
+            return {**arrays, "header": without_changing(json.loads(header))}
     if path.suffix == ".npz":
         with np.load(path) as file:
             return dict(file)
