@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,11 @@ def test_arrays_are_compared_bit_by_bit() -> None:
 def test_every_difference_of_a_table_is_named() -> None:
     base, this = ({"checkpoint": {"a": {"notes": n, "w": np.full(2, w)}}} for n, w in ((1, 0.0), (2, 9.0)))
     assert goldens.changes(base, this)["checkpoint"] == ["a: notes: 2, in the base 1", "a: w: up to 9 from the base"]
+
+
+def test_no_expected_change_accepts_a_table_of_all_cases() -> None:
+    entries = tomllib.loads(goldens.EXPECTED.read_text(encoding="utf-8")).get("change", [])
+    assert not [e for e in entries if e["case"] == "*" and e.get("part", "*") == "*"]
 
 
 def test_a_pattern_without_a_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
