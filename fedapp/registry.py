@@ -176,6 +176,11 @@ def method_title(method: str) -> str:
         return method
 
 
+def exchanged(method: Method, rounds: float) -> str:
+    """Return what the method exchanges; without rounds, that of the one exchange alone."""
+    return method.travels if rounds else method.travels.rpartition("; once, ")[2]
+
+
 def title_of(label: str) -> str:
     """Write a run's label with the method's title instead of its id: `FedProx (mu=1)` for `fedprox(mu=1)`."""
     method, _, own = label.partition("(")

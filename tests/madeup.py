@@ -27,8 +27,9 @@ Scores = Mapping[str, Sequence[float]]
 
 
 def comparison(
-    out: Path, methods: Sequence[str], seeds: int = 3, clients: int = 10, rounds: int = 8, failed: Iterable[str] = ()
-) -> Path:
+    out: Path, methods: Sequence[str], seeds: int = 3, clients: int = 10, rounds: int = 8, failed: Iterable[str] = (),
+    reference: str = "local",
+) -> Path:  # fmt: skip
     """Write a comparison's run directories and tables; the runs of `failed` methods diverged."""
     jobs, again = list[Job](), list[Job]()
     for seed in range(seeds):
@@ -48,7 +49,7 @@ def comparison(
             place = out / folder / f"{folder_of(method)}-s{seed}"
             kept.append(_run(place, method, seed, train, test, correct, rounds, 0.8, sent))
     alerts = ["Settings differ, augment: none for all."]
-    tables.write(out, jobs, again, "local", None, alerts, ["a note"], "fedapp compare x")
+    tables.write(out, jobs, again, reference, None, alerts, ["a note"], "fedapp compare x")
     return out
 
 

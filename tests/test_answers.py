@@ -8,17 +8,22 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from fedapp import cli, registry
+from fedapp.engines.local import effective
+from fedapp.engines.runner import what_leaves
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare, tables
 from fedapp.results import tables as printed
 from fedapp.results.answers import Answer, alerts_of, answers_of, payload_of, screen
 from fedapp.results.figures import gains
+from fedapp.results.figures.scores import guessing
 from fedapp.results.runs import Comparison, read_comparison
 from tests import madeup
 from tests.madeup import scored as comparison
@@ -239,6 +244,8 @@ def test_a_method_that_lost_seeds_has_no_interval_and_the_others_keep_theirs(tmp
     row = answered(tmp_path).test("fedclassavg")
     assert row is not None and rows["LG-FedAvg"][:3] == ["80.0", "–", "–"]
     assert rows["FedClassAvg"][1:3] == ["+4.7", f"{100 * row['low']:+.1f}"]
+    told = answered(tmp_path).sentences()["difference"]
+    assert "FedClassAvg" in told and "LG-FedAvg" not in told and "Not decided" not in told, "two seeds have no word"
 
 
 def test_a_second_call_leaves_no_table_of_the_first(four: Path) -> None:
@@ -260,6 +267,30 @@ def test_the_payload_is_that_of_the_row_and_says_whether_it_shows_classes() -> N
     assert payload_of("cwfedavg") == "Exchanged: the whole model, both ways; each client gets its own."
     assert payload_of("cwfedavg(share=head lr=0.1)") == "Exchanged: the head, both ways; each client gets its own."
     assert payload_of("fedgh").endswith("the head down. The payload shows a client's classes.")
+    assert payload_of("fedgh", hidden=True).endswith("the head down.")
+
+
+def test_the_payload_is_that_of_the_run(four: Path) -> None:
+    """A head without rounds exchanges no arrays of a base method, and secure sums show no classes of a client."""
+    table = pd.read_csv(four / "results.csv").replace("fedclassavg", "lda(base=none)").assign(rounds=0)
+    tests = pd.read_csv(four / "significance.csv").replace("fedclassavg", "lda(base=none)")
+    tests.to_csv(four / "significance.csv", index=False)
+    shown = " Exchanged: sums of features and of their products."
+    for secure, more in ((False, " The payload shows a client's classes."), (True, "")):
+        table.assign(secure_sum=1 if secure else None).to_csv(four / "results.csv", index=False)
+        assert answered(four).sentences()["cost"] == f"A client of LDA (base=none) sends 2,600 B once.{shown}{more}"
+    values = {"dataset": "digits", "clients": 3, "method": "lda", "method-args": "base=none"}
+    assert what_leaves(effective(values))[0] == "exchanged: sums of features and of their products"
+
+
+def test_each_seed_counts_once_in_the_majority_class(four: Path) -> None:
+    table = pd.read_csv(four / "results.csv")
+    table["majority"] = table["seed"].map({0: 0.1, 1: 0.2, 2: 0.6})
+    table[(table["seed"] == 0) | (table["variant"] == "local")].to_csv(four / "results.csv", index=False)
+    assert answered(four).majority == pytest.approx(0.3)
+    runs: Any = [SimpleNamespace(seed=s, card={"majority_mean": share}) for s, share in ((0, 0.1), (0, 0.1), (1, 0.5))]
+    guess = guessing(runs, "")
+    assert guess is not None and guess[1] == pytest.approx(0.3)
 
 
 def test_a_method_that_is_not_installed_is_shown_without_its_payload(four: Path) -> None:
@@ -272,6 +303,9 @@ def test_a_method_that_is_not_installed_is_shown_without_its_payload(four: Path)
 def test_a_reference_that_lost_seeds_or_all_is_named(four: Path, tmp_path: Path) -> None:
     comparison(tmp_path / "lost", {**FOUR, "local": ALONE[:1]}, clients=20)
     assert answered(tmp_path / "lost").power().startswith("Only 1 seed of 3 finished")
+    madeup.comparison(tmp_path / "other", ["fedavg", "local", "lgfedavg"], failed=["fedavg"], reference="fedavg")
+    told = [*answers_of(Comparison(tmp_path / "other", ()))[0].alerts()]
+    assert "No differences: FedAvg and no method have finished a seed in common." in told
     (four / "significance.csv").unlink()
     assert any(alert.startswith("No differences: ") for alert in answered(four).alerts())
 
@@ -384,8 +418,16 @@ def test_named_clients_without_test_rows_or_without_a_gain(tmp_path: Path) -> No
 
 
 def test_rounds_to_a_target_count_the_seeds_that_have_one() -> None:
-    rows = pd.DataFrame({"trained_target": [0.9, 0.9, math.nan], "n": [3, 5, math.nan]})
+    rows = pd.DataFrame({"trained_target": [0.9, 0.9, math.nan], "trained_last": 0.9, "n": [3, 5, math.nan]})
     assert printed._until(rows, "n") == "4.0" and printed._until(rows[2:], "n") == "–"
+    assert printed._until(rows.assign(trained_last=math.nan, n=math.nan), "n") == "–", "not never: it was not measured"
+
+
+def test_two_clients_of_one_name_have_a_column_each(tmp_path: Path) -> None:
+    comparison(tmp_path, {"local": [0.8, 0.8], "fedavg": [0.81, 0.79]}, clients=3)
+    for file in tmp_path.glob("runs/*/data_card.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "names": ["ada", "site", "ada"]}))
+    assert list(printed._named_clients(read_comparison(tmp_path).runs, "local")) == ["ada (0)", "site", "ada (2)"]
 
 
 def test_clients_without_test_rows_have_no_say_in_margin_and_median(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedapp.engines.local import run
-from fedapp.results import analysis, figures
+from fedapp.results import analysis, figures, report
 from fedapp.results.analysis import Unavailable
 from fedapp.results.answers import answers_of
-from fedapp.results.figures import gains, maps, pieces, plots, scores, style
+from fedapp.results.figures import gains, maps, pieces, plots, scores, style, words
 from fedapp.results.figures.gallery import Job
-from fedapp.results.runs import Comparison, RunResult, groups_of, read_comparison, read_run, varying
+from fedapp.results.runs import PAIRED, Comparison, RunResult, groups_of, read_comparison, read_run, varying
 from fedapp.tasks import simulated
 from fedapp.transport import checkpoint
 from tests import madeup
@@ -248,6 +248,31 @@ def test_a_method_without_rounds_stands_with_the_others(tmp_path: Path) -> None:
     swept = read_comparison(out)
     assert [s["num-server-rounds"] for s, _ in groups_of(swept.runs)] == [2, 3] and len(swept.labels) == 2
     assert all(sum(a.tells_of(r) for r in swept.runs) == 2 for a in answers_of(swept))
+
+
+def test_with_another_reference_training_alone_is_a_row(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    for reference, caption in (("fedavg", False), ("local", True)):
+        out = madeup.comparison(tmp_path / reference, ["fedavg", "local"], reference=reference)
+        found = {d.id: d for d in figures.of_comparison(read_comparison(out)).drawings}
+        row = "training alone" if reference == "fedavg" else "FedAvg"
+        assert f" in points. {row} " in found["forest-headline"].alt
+        assert all((PAIRED in d.caption) == caption for name, d in found.items() if name == "forest-received_accuracy")
+    assert not [str(w.message) for w in recwarn if "matplotlib" in w.filename or "results" in w.filename]
+
+
+def test_a_finished_run_without_rounds_is_not_to_be_resumed(tmp_path: Path) -> None:
+    out = madeup.comparison(tmp_path, ["lda(base=none)", "local"], seeds=1) / "runs" / "lda-base=none-s0"
+    gallery = figures.of_run(read_run(out))
+    assert gallery.missing == [] and "client-accuracy" in {d.id for d in gallery.drawings}
+    page = report.of_run(read_run(out), gallery)
+    assert "<dd class=note>once</dd>" in page and ", no rounds, model" in page and "in a round" not in page
+    assert "all clients after one exchange" in page
+    assert words.unfinished(read_run(out), "no client was scored").command == ""
+
+
+def test_a_client_without_test_rows_has_no_bar_and_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    figure = plots.client_scores({"a": np.array([0.5, np.nan]), "b": np.array([0.7, np.nan])}, [0, 1])
+    assert len(figure.axes[0].collections[0].get_paths()) == 1 and len(recwarn) == 0
 
 
 # ---- what is drawn and what is left out ------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from fedapp.errors import BadRequest
 from fedapp.experiments import tables
 from fedapp.experiments.jobs import Job, Variant
 from fedapp.results import answers, report
+from fedapp.results.figures import Gallery
 from fedapp.results.runs import read_comparison, read_run
 from fedapp.results.tables import tables_of
 from tests import madeup
@@ -366,6 +367,8 @@ def test_one_seed_has_no_section_of_differences(tmp_path: Path) -> None:
     assert 'id="differences"' not in text and "Difference to training alone by round" not in text
     assert "one seed has no differences" in text
     comparison = read_comparison(out)
+    (comparison.runs[0].out / "versions.json").unlink()
+    assert "fedapp 0.0, Python 3" in report.of_comparison(read_comparison(out), Gallery()), "of the other run"
     (answer,) = answers.answers_of(comparison)
     assert not any("worst 10 %" in cells for _, cells in tables_of(answer, comparison.finished)), "ten clients"
 

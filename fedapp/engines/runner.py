@@ -18,6 +18,7 @@ from rich.table import Table
 from clients._initial import initial_arrays
 from clients.base import FedClient
 from fedapp import config as configuration
+from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.data.card import data_card
 from fedapp.engines import local as engines
@@ -106,7 +107,7 @@ def what_leaves(config: RunConfig) -> list[str]:
             lines.append(f"{built}: {counted(len(names), 'array')}, {total:,} bytes {way}{named}")
     if method.extra_up:
         lines.append(f"further arrays in replies: {', '.join(method.extra_up)} (their size depends on the data)")
-    return [f"exchanged: {method.travels}", *lines]
+    return [f"exchanged: {registry.exchanged(method, config.federation.num_server_rounds)}", *lines]
 
 
 def run_and_report(

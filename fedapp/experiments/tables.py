@@ -80,7 +80,7 @@ def results(
     client's majority class); `gain`, `same`, `lose` (where the runs of a setting include
     Standalone: how many clients gain from the method, see :func:`harm`), CCVR's calibration, bytes per client and
     round, dropped replies, test images per client (mean, median), why it stopped early, what it states of `privacy`
-    where any run does, seconds, and why it `failed` (empty if it did not).
+    where any run does, `secure_sum` (1) where any run has it, seconds, and why it `failed` (empty if it did not).
 
     Raises
     ------
@@ -142,7 +142,7 @@ def _of_all_clients(run: RunResult) -> dict[str, Any]:
         **{f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")},
         "bytes_up": run.bytes_up, **{k: run.summary[k] for k in ("bytes_down", "dropped")},
         "test_mean": sizes.get("mean"), "test_median": run.test_rows[run.test_rows > 0].median(),
-        "stopped": run.summary.get("stopped") or "",
+        **({"secure_sum": 1} if run.flat.get("secure-sum") else {}), "stopped": run.summary.get("stopped") or "",
     }  # fmt: skip
 
 
@@ -332,4 +332,5 @@ def write(
         notes = [*notes, "completed rounds and MB to a target count points over all clients only; with sampled clients "
                  "that is the end of the run, unless --set evaluate-every=1 adds others"]  # fmt: skip
     warnings = {f"{j.variant.label}: {w}": None for j in jobs for w in j.result.summary.get("warnings", [])}
-    write_json(out / "notes.json", {"alerts": [*alerts], "notes": [*notes, *warnings], "command": [command]})
+    told = {"alerts": [*alerts], "notes": [*notes, *warnings], "command": [command], "reference": [reference]}
+    write_json(out / "notes.json", told)

@@ -49,12 +49,13 @@ class Answer:
     Attributes
     ----------
     table : its rows of results.csv, those of failed runs too.   again : its rows of again.csv.
-    differences : its rows of significance.csv.
+    differences : its rows of significance.csv.   asked : the label of the reference, where notes.json has it.
     """
 
     table: pd.DataFrame
     again: pd.DataFrame
     differences: pd.DataFrame
+    asked: Sequence[str] = ()
 
     @cached_property
     def finished(self) -> pd.DataFrame:
@@ -74,8 +75,8 @@ class Answer:
     def reference(self) -> str:
         """Label of the method that the others are compared with."""
         known = self.differences["reference"] if len(self.differences) else ()
-        lost = self.table.loc[self.table["method"] == "local", "variant"]  # it was meant as the reference
-        return str(next(iter([*known, *lost, *self.table["variant"]])))
+        lost = self.table.loc[self.table["method"] == "local", "variant"]  # of earlier versions
+        return str(next(iter([*known, *self.asked, *lost, *self.table["variant"]])))
 
     @cached_property
     def alone(self) -> str:
@@ -114,6 +115,11 @@ class Answer:
         gain = f"{intervals.points(tests[most]['mean_difference'])} ({intervals.interval_text(tests[most])})"
         trained = percent(self.mean(most, "trained_last"))
         return f"as delivered; after local training {self.name(most)} has {trained}, {gain}"
+
+    @property
+    def majority(self) -> float:
+        """The score of guessing each client's majority class; each seed counts once, however many methods finished."""
+        return float(self.finished.groupby("seed")["majority"].first().mean())
 
     @property
     def seeds(self) -> int:
@@ -183,7 +189,9 @@ class Answer:
         groups: dict[str, list[str]] = {}
         rows = sorted(self.tests["headline"].items(), key=lambda item: -abs(item[1]["mean_difference"]))
         for label, row in rows:
-            side, _, how = str(row["word"] or "open").partition(" ")
+            if not row["word"]:  # fewer than three seeds in common
+                continue
+            side, _, how = str(row["word"]).partition(" ")
             less = f"; less than the margin of {intervals.size_of(row['margin'])}" * ("less" in how)
             by = f" by {100 * abs(row['mean_difference']):.1f} points ({intervals.interval_text(row)}{less})"
             side = side.rstrip(",")
@@ -240,11 +248,10 @@ class Answer:
         return f"{text} {intervals.in_words(row)}."
 
     def _cost(self, shorter: int) -> str:
-        often = "a round" if self.mean(self.leader, "rounds") else "once"
-        sent = (
-            f"A client of {self._short(self.leader, shorter)} sends {size(self.mean(self.leader, 'bytes_up'))} {often}."
-        )
-        return f"{sent} {payload_of(self.leader)}".rstrip()
+        label, rounds = self.leader, self.mean(self.leader, "rounds")
+        sent = f"{size(self.mean(label, 'bytes_up'))} {'a round' if rounds else 'once'}"
+        hidden = "secure_sum" in self.table and self.mean(label, "secure_sum") > 0
+        return f"A client of {self._short(label, shorter)} sends {sent}. {payload_of(label, rounds, hidden)}".rstrip()
 
     def power(self) -> str:
         """State the differences that so few seeds can show; empty without a method."""
@@ -296,16 +303,20 @@ class Answer:
         if seeds.nunique() > 1:
             listed = (f"{self.name(str(v))} {len(s)}" for v, s in seeds.items())
             yield f"Methods have different seeds; differences count the common ones: {', '.join(listed)}."
-        majority = done["majority"].mean()
-        if len(done) and done.groupby("variant")["headline_last"].mean().max() <= majority:
-            yield f"No method is above guessing each client's majority class ({percent(majority)} %)."
+        if len(done) and done.groupby("variant")["headline_last"].mean().max() <= self.majority:
+            yield f"No method is above guessing each client's majority class ({percent(self.majority)} %)."
         rows = done["test_median"].median()
         if rows < FEW_ROWS and self.test_data == "own":
             yield f"Few test rows: {rows:.0f} of the median client, so one row is {100 / rows:.1f} points of its score."
 
 
-def payload_of(label: str) -> str:
-    """State what a method exchanges and whether it reveals single classes; empty if it is not installed here."""
+def payload_of(label: str, rounds: float = 1, hidden: bool = False) -> str:
+    """State what a method exchanges and whether it reveals single classes; empty if it is not installed here.
+
+    Parameters
+    ----------
+    hidden : the server sees sums over clients alone.
+    """
     name, _, own = label.partition("(")
     try:
         fields = registry.get(name).hparams.model_fields
@@ -313,8 +324,8 @@ def payload_of(label: str) -> str:
         method, hparams = registry.configured(name, " ".join(args))
     except BadRequest:
         return ""
-    shown = "" if method.class_threshold(hparams) is None else " The payload shows a client's classes."
-    return f"Exchanged: {method.travels}.{shown}"
+    shown = "" if hidden or method.class_threshold(hparams) is None else " The payload shows a client's classes."
+    return f"Exchanged: {registry.exchanged(method, rounds)}.{shown}"
 
 
 def _listed(names: Sequence[str], most: int = 2) -> str:
@@ -340,7 +351,8 @@ def answers_of(comparison: Comparison) -> list[Answer]:
     if (table["failed"] == "").any() and table["headline_last"].isna().all():
         raise BadRequest(f"{comparison.out} holds no score: {NO_TESTS}")
     settings = table.groupby(SETTING, dropna=False, sort=False)
-    return [Answer(part, _rows(again, key), _rows(tests, key)) for key, part in settings]
+    asked = comparison.notes["reference"]
+    return [Answer(part, _rows(again, key), _rows(tests, key), asked) for key, part in settings]
 
 
 def _rows(table: pd.DataFrame, key: Sequence[Any]) -> pd.DataFrame:
@@ -447,8 +459,7 @@ def _table(answer: Answer, width: int, lines: int | None) -> list[str]:
         fixed.append([AGAIN, *cells_of(answer, answer.again, None)])
     if not rows and not fixed:
         return []
-    majority = percent(answer.finished["majority"].mean())
-    fixed.append([GUESS, majority, *[""] * (len([*rows, *fixed][0]) - 2)])
+    fixed.append([GUESS, percent(answer.majority), *[""] * (len([*rows, *fixed][0]) - 2)])
     note = _wrap(f"* {answer.after_training()}", width, subsequent_indent="  ") if answer.delivered else []
     heads = heads_of(answer)
     # A number is never cut: columns that a narrow terminal has no room for are left out, the last ones first.

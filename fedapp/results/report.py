@@ -200,9 +200,9 @@ def _rounds_table(run: RunResult) -> Table:
 def _traffic(run: RunResult) -> Table:
     queries = {key.removeprefix("bytes_up_"): n for key, n in run.summary.items() if key.startswith("bytes_up_query")}
     summed = traffic(run.rounds).tolist() if "bytes_up" in run.rounds else []
+    ways = {} if run.summary.get("rounds") == 0 else {"sends": "bytes_up", "receives": "bytes_down"}
     moved = {
-        "arrays that a client sends in a round": run.summary.get("bytes_up"),
-        "arrays that a client receives in a round": run.summary.get("bytes_down"),
+        **{f"arrays that a client {way} in a round": run.summary.get(key) for way, key in ways.items()},
         **{f"answer of a client to {query}": n for query, n in queries.items()},
         "all clients and rounds, both ways": summed[-1] if summed else None,
     }
@@ -282,7 +282,8 @@ def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
     """Return the page of a comparison with its figures and answers."""
     runs, finished, answers = comparison.runs, comparison.finished, gallery.answers
     shared, differing = _configurations(runs)
-    versions = {k: ", ".join(dict.fromkeys(str(r.versions.get(k)) for r in runs)) for k in runs[0].versions}
+    keys = dict.fromkeys(k for r in runs for k in r.versions)
+    versions = {k: ", ".join(dict.fromkeys(str(r.versions[k]) for r in runs if k in r.versions)) for k in keys}
     started = max((str(r.versions.get("started", "")) for r in runs), default="")[:16].replace("T", " ")
     made = (f"{name} {versions[key]}" for name, key in MADE_WITH.items() if key in versions)
     return render(
@@ -338,8 +339,7 @@ def _answered(comparison: Comparison, answer: Answer, several: bool) -> dict[str
             rows.append([title_of(label), *(Cell(DASH) for _ in heads[2:]), "failed"])
     if len(answer.again):
         rows.append([AGAIN_TITLE, *map(Cell, cells_of(answer, answer.again, None)), ""])
-    majority = Cell(percent(answer.finished["majority"].mean()))
-    rows.append(["guessing the majority class", majority, *(Cell(DASH) for _ in heads[3:]), ""])
+    rows.append(["guessing the majority class", Cell(percent(answer.majority)), *(Cell(DASH) for _ in heads[3:]), ""])
     tests = [(title_of(v), t) for v in order if (t := answer.test(v)) and t["seeds"] > 2]
     chances = ("p", "p_holm", "worse", "equal", "better")
     return {

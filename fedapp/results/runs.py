@@ -528,9 +528,11 @@ class Comparison:
 
     @cached_property
     def notes(self) -> dict[str, list[str]]:
-        """`notes.json` of `fedapp compare`: `alerts`, `notes` and `command`, each a list of lines."""
+        """`notes.json` of `fedapp compare`: `alerts`, `notes`, `command`, `reference`, each a list of lines."""
         found = read_json(self.out / "notes.json")
-        return {name: [str(line) for line in found.get(name) or []] for name in ("alerts", "notes", "command")}
+        return {
+            name: [str(line) for line in found.get(name) or []] for name in ("alerts", "notes", "command", "reference")
+        }
 
     def _numbers(self, name: str, *columns: str) -> pd.DataFrame:
         table = read_table(self.out / name)

@@ -70,7 +70,7 @@ def print_tables(comparison: Comparison) -> None:
     ]
     whole, measures = pd.concat([answer.finished for answer in answers]), comparison.significance.get("measure", ())
     if (comparison.table["method"] == "local").any():
-        lines.append(f"{ONE_SCORE} {PAIRED}")
+        lines.append(ONE_SCORE + f" {PAIRED}" * any(answer.reference == answer.alone for answer in answers))
     if any(measure.startswith(TUNED) for measure in measures):
         lines.append(TUNED_PAIRS)
     if whole["gain"].notna().any():
@@ -102,7 +102,7 @@ def _spread(rows: pd.DataFrame, column: str, **how: Any) -> str:
 
 def _until(rows: pd.DataFrame, column: str, *how: Any) -> str:
     rows = rows[rows["trained_target"].notna()]  # a repeat has no target, nor has a seed whose reference failed
-    return until(rows[column], *how) if len(rows) else DASH
+    return until(rows[column], *how) if rows["trained_last"].notna().any() else DASH
 
 
 def _privacy(rows: pd.DataFrame) -> str:
@@ -124,7 +124,8 @@ def _named_clients(runs: Sequence[RunResult], reference: str) -> pd.DataFrame:
     scores: dict[str, dict[int, pd.Series]] = {}
     for run in runs:
         if 0 < len(run.names) <= MOST_NAMED:
-            counts = run.headline_counts().rename(index=dict(enumerate(run.names)))
+            names = {i: f"{n} ({i})" if run.names.count(n) > 1 else n for i, n in enumerate(run.names)}
+            counts = run.headline_counts().rename(index=names)
             scores.setdefault(run.label, {})[run.seed] = counts["correct"] / counts["total"]
     by_name = {v: pd.DataFrame(found).agg(spread, axis=1) for v, found in scores.items()}
     alone = pd.DataFrame(scores.get(reference, {}))

@@ -22,7 +22,7 @@ from fedapp.results.statistics import mean_and_std, sides, size
 MEASURES = {
     "headline": ("own test rows", "The score that each method is judged by, on the clients' own test rows."),
     "headline_balanced": ("all classes", "Mean recall over all classes on all clients' test rows."),
-    "received_accuracy": ("as delivered", f"The received models, before local training. {PAIRED}"),
+    "received_accuracy": ("as delivered", "The received models, before local training."),
     "headline_worst_tenth": ("worst 10 %", "Each method's own worst 10 % of the clients, on own test rows."),
 }
 """Measures of significance.csv with a plot: its name, and the compared score."""
@@ -51,13 +51,18 @@ def differences(runs: Runs, answer: Answer, name: str, suffix: str) -> Iterator[
             title, text = (
                 words.replace("clients' own", "central").replace("own", "central") for words in (title, text)
             )
-        known = {v: tests[v] for v in answer.methods if v in tests}
-        rows = {answer.name(v): known.get(v, "failed") for v in answer.called if v in known or v not in answer.methods}
+        finished = {*answer.methods, answer.alone}
+        order = [*answer.called, *filter(None, [answer.alone])]
+        known = {v: tests[v] for v in order if v in tests and v in finished}
+        rows = {answer.name(v): known.get(v, "failed") for v in order if v in known or v not in finished}
+        paired = f" {PAIRED}" if measure == "received_accuracy" and answer.reference == answer.alone else ""
         said = "; ".join(f"{answer.name(v)} {in_words(row)}" for v, row in known.items())
         yield Drawing(
             f"forest-{measure}{suffix}",
             _titled(title[:1].upper() + title[1:], name),
-            text + (" Intervals hold for all methods of the plot together, at 95 %." if answer.seeds > 2 else ""),
+            text
+            + paired
+            + (" Intervals hold for all methods of the plot together, at 95 %." if answer.seeds > 2 else ""),
             f"Differences to {answer.name(answer.reference)} in points. {said}.",
             plots.forest(rows, answer.name(answer.reference)),
         )
@@ -143,7 +148,7 @@ def bytes_of(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
         f"traffic{suffix}",
         _titled("Accuracy against bytes", name),
         "The score that each method is judged by, mean over seeds, and the bytes of the arrays that a client sends and "
-        "receives in a round.",
+        "receives in a round, or once without rounds.",
         f"Scatter plot. {'; '.join(text for *_, text in found.values())}.",
         plots.points(found, lines, "bytes per client and round, both ways"),
         "FedGH, Table 3",
@@ -191,6 +196,8 @@ def curves(runs: Runs, name: str, suffix: str) -> Iterator[Drawing]:
                 tables.append((100 * (by_round(run, run.headline) - alone[run.seed, run.data_seed])).dropna())
         if tables and len(table := pd.concat(tables)):
             lines.append(mean_curve(label, table.reset_index()))
+    if not lines and alone:
+        raise Unavailable("no method was scored by round")
     if not lines:
         raise Unavailable("no run of training alone to compare curves with", "fedapp compare --methods local,...")
     ends = "; ".join(f"{c.label} {c.mean[-1]:+.1f}" for c in lines)

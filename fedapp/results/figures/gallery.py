@@ -136,6 +136,8 @@ FIGURES: dict[str, tuple[str, str, str, Callable[[Runs], Words]]] = {
 
 def _uses(run: RunResult, name: str) -> bool:
     """Return whether a figure of `FIGURES` shows something that the run's method works with."""
+    if name in ("learning-curves", "training-loss", "round-seconds") and run.summary.get("rounds") == 0:
+        return False
     if name == "head-norms":
         return not math.isnan(scores.last_wdr(run))
     return name != "who-learns-from-whom" or run.method in registry.blending()

@@ -218,7 +218,9 @@ def draw_dots(axes: Axes, scores: Mapping[str, Array], names: Sequence[Any]) -> 
     """Draw several values (n,) of each name as dots on one vertical line."""
     place = np.arange(len(names))
     stack = np.stack(list(scores.values()))
-    axes.vlines(place, np.nanmin(stack, axis=0), np.nanmax(stack, axis=0), color=LINE, linewidth=2.4)
+    known = np.isfinite(stack).any(axis=0)
+    spans = np.nanmin(stack[:, known], axis=0), np.nanmax(stack[:, known], axis=0)
+    axes.vlines(place[known], *spans, color=LINE, linewidth=2.4)
     for label, values in scores.items():
         axes.plot(place, values, label=label, **look_of(label, list(scores), linestyle="none"))
     name_ticks(axes.xaxis, names, **slant(names))

@@ -68,8 +68,8 @@ def learning_curves(runs: Runs) -> Words:
 
 
 def guessing(runs: Runs, without: str) -> tuple[str, float, str] | None:
-    """Name and height of the line that guessing each client's majority class makes, a mean over runs."""
-    known, _ = mean_and_std(r.card.get("majority_mean") for r in runs)
+    """Name and height of the line that guessing each client's majority class makes, a mean over seeds."""
+    known, _ = mean_and_std({r.seed: r.card.get("majority_mean") for r in runs}.values())
     return None if math.isnan(known) else (f"guessing each client's majority class, {percent(known)}", known, without)
 
 

@@ -50,7 +50,7 @@ def made(runs: Iterable[RunResult], make: Callable[[RunResult], _T]) -> Iterator
 
 def unfinished(run: RunResult, why: str) -> Unavailable:
     """Return the error of a run that has not got far enough."""
-    return Unavailable(why, f"fedapp run --resume {shlex.quote(str(run.out))}")
+    return Unavailable(why, "" if run.ok else f"fedapp run --resume {shlex.quote(str(run.out))}")
 
 
 def named(protocol: str) -> str:
