@@ -283,6 +283,14 @@ def test_the_payload_is_that_of_the_run(four: Path) -> None:
     assert what_leaves(effective(values))[0] == "exchanged: sums of features and of their products"
 
 
+def test_runs_with_secure_sums_are_marked_in_the_results(tmp_path: Path) -> None:
+    jobs = comparison(tmp_path, {"local": [0.8] * 3, "fedgh": [0.9] * 3})
+    for file in tmp_path.glob("runs/fedgh-*/config.toml"):
+        file.write_text(file.read_text().replace("secure-sum = false", "secure-sum = true"))
+    tables.write(tmp_path, [replace(job) for job in jobs], [], "local", None, [], [])  # nothing is read
+    assert answered(tmp_path).sentences()["cost"].endswith("the head down.")
+
+
 def test_each_seed_counts_once_in_the_majority_class(four: Path) -> None:
     table = pd.read_csv(four / "results.csv")
     table["majority"] = table["seed"].map({0: 0.1, 1: 0.2, 2: 0.6})
