@@ -250,6 +250,7 @@ def test_an_output_directory_must_be_new_and_writable(tmp_path: Path) -> None:
         engines.resumed(taken, {})
 
 
+@pytest.mark.full
 def test_a_run_that_a_full_disk_ended_at_its_start_begins_again_with_the_same_command(
     tiny: Callable[..., RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,6 +230,7 @@ def test_hyperparameters_of_a_method_make_a_figure_with_the_distance(sweep: Comp
     assert ids == ["sweep-cwfedavg-lam", "sweep-cwfedavg-lam-distance"]
 
 
+@pytest.mark.full
 def test_a_method_without_rounds_stands_with_the_others(tmp_path: Path) -> None:
     """It is in the figures of the others, and so in one of each; with a sweep over rounds it is in each setting."""
     comparison = read_comparison(madeup.comparison(tmp_path / "one", ["fedavg", "lda(base=none)", "local"]))
@@ -250,6 +251,7 @@ def test_a_method_without_rounds_stands_with_the_others(tmp_path: Path) -> None:
     assert all(sum(a.tells_of(r) for r in swept.runs) == 2 for a in answers_of(swept))
 
 
+@pytest.mark.full
 def test_with_another_reference_training_alone_is_a_row(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     for reference, caption in (("fedavg", False), ("local", True)):
         out = madeup.comparison(tmp_path / reference, ["fedavg", "local"], reference=reference)

@@ -158,6 +158,7 @@ def test_nothing_is_chosen_while_a_point_has_a_run_that_may_still_succeed(
     ]
 
 
+@pytest.mark.full
 def test_a_search_goes_on_with_further_points_and_its_second_runs_are_those_of_the_chosen_one(
     tmp_path: Path, no_page: list[Path], in_turn: list[str]
 ) -> None:

@@ -377,6 +377,7 @@ def test_a_command_that_makes_no_single_run_takes_no_run_directory_from_a_key(co
     assert str(result.exception) == f"--set {item} has no effect here: give --out DIR"
 
 
+@pytest.mark.full
 def test_the_configuration_that_a_run_wrote_repeats_it_in_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
