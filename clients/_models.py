@@ -16,7 +16,7 @@ from fedapp.errors import BadRequest
 from fedapp.models.split import SplitModel
 
 
-class AroundModel(SplitModel):
+class ModelWrapper(SplitModel):
     """A model with the body, the activation and the head of a plain one, `base`.
 
     Raises
@@ -33,7 +33,7 @@ class AroundModel(SplitModel):
         super().__init__(name=base.name, features=base.features, activation=base.activation, head=base.head)
 
 
-class BiasModel(AroundModel):
+class BiasModel(ModelWrapper):
     """A model that adds a vector of its own to every representation before the head."""
 
     def __init__(self, base: SplitModel, *, trained: bool) -> None:
@@ -45,7 +45,7 @@ class BiasModel(AroundModel):
         return z + self.bias_memory
 
 
-class ETFModel(AroundModel):
+class ETFModel(ModelWrapper):
     """A body, a trained projection, and a simplex that stays: logits s * cos(u, M_c).
 
     Parameters
@@ -66,7 +66,7 @@ class ETFModel(AroundModel):
         return logits
 
 
-class RoDModel(AroundModel):
+class RoDModel(ModelWrapper):
     """A model whose logits are those of its head and of a personal one, added.
 
     Parameters
@@ -90,7 +90,7 @@ class RoDModel(AroundModel):
         return logits
 
 
-class PrototypeModel(AroundModel):
+class PrototypeModel(ModelWrapper):
     """A body whose head compares directions: logits s * cos(represent(x), W_c).
 
     Parameters

@@ -143,7 +143,7 @@ class FedFomoClient(FedClient):
         values = []
         for arrays in models:
             selection.merge(self.model, arrays)
-            # ||theta_n - theta_i|| over trained parameters; running statistics are no part of it.
+            # ||theta_n - theta_i|| over trained parameters, without running statistics.
             squares = (np.square(arrays[n] - base[n], dtype=np.float64).sum() for n in trained)
             values.append(value(loss, self.validation_loss(), math.sqrt(sum(squares))))  # Eq. 4
         self.values = tuple(values)

@@ -94,7 +94,7 @@ class Split(SplitModel):
 
 
 class Gain(Split):
-    """Its gain is no part of features or head."""
+    """Has a parameter `gain` outside features and head."""
 
     def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
         super().__init__(num_classes, input_shape)

@@ -162,7 +162,7 @@ def test_only_the_paths_of_a_node_pass() -> None:
     inner = Inner()
     door = gate.Gate(inner, 100, hold=0)
     assert len(gate.NODE_PATHS) == 10
-    # What is no message of the node itself does not come so far.
+    # Messages of others are refused before this point.
     seen = {path: ask(door, path, size(3)) for path in gate.NODE_PATHS}
     assert seen == {**dict.fromkeys(gate.NODE_PATHS, 200), PUSH: 400, PULL_OBJECT: 403, CONFIRM: 403}
     assert inner.calls == 7

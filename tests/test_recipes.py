@@ -91,7 +91,7 @@ WITH_PUBLIC = [n for n in NAMES if "ktpfl" in recipes.shipped()[n].methods]
 
 @pytest.mark.parametrize("name", WITH_PUBLIC)
 def test_all_rows_of_a_table_with_ktpfl_train_on_the_same_images(name: str, published: None, tmp_path: Path) -> None:
-    """At full size, and scaled, where another data set's images are no part of the clients'."""
+    """At full size, and scaled, where public images come from another data set."""
     recipe = recipes.shipped()[name]
     values = {**recipe.settings, "precision": "fp32"}
     variants = compare.parse_variants(recipe.methods)

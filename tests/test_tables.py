@@ -324,7 +324,7 @@ def test_files_that_are_no_table(content: bytes, message: str, tmp_path: Path) -
 
 
 def test_an_error_of_arrow_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow's own errors are no errors of Python: a file that holds more than it has memory for raises one."""
+    """Arrow raises errors of its own: a file that holds more than it has memory for raises one."""
     (tmp_path / "t.parquet").touch()
     monkeypatch.setattr(pd, "read_parquet", Mock(side_effect=pyarrow.lib.ArrowCapacityError("too large")))
     with pytest.raises(BadRequest, match=r"t\.parquet \(too large\)"):

@@ -81,10 +81,10 @@ def choose(
     loss, second = np.zeros((len(GRID), len(GRID))), folds(y, rng)
     for held_out in (second, ~second):
         own = estimate(z[~held_out], y[~held_out], shared, least)
+        means = np.vstack([own.mean, shared.mean])
         rows, labels = torch.from_numpy(z[held_out]), torch.from_numpy(y[held_out])
         for j, b in enumerate(GRID):
             # W is linear in the means: one solve for both ends, and every beta of the means between them.
-            means = np.vstack([own.mean, shared.mean])
             both = Gaussians(means, own.mixed(shared, (1, b)).cov)
             ends = np.split(rule(both, np.zeros(len(means)), eps)[:, :-1], 2)
             first, last = (rows @ torch.from_numpy(w).T for w in ends)

@@ -85,7 +85,8 @@ def drop_statistics(model: nn.Module, held: Collection[nn.Module], renewed: set[
     ----------
     held : modules that the phase leaves in evaluation mode.   renewed : those of earlier phases; gets these too.
     """
+    skipped = {*held, *renewed}
     for module in model.train().modules():  # frozen layers stay in evaluation mode
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module not in {*held, *renewed}:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module not in skipped:
             module.reset_running_stats()
             renewed.add(module)

@@ -285,7 +285,7 @@ def _cnn_a(channels: int, size: int) -> Stages:
 def _cnn_b(channels: int, size: int) -> Stages:
     """Patch network: a two-layer perceptron on each of at most 8x8 patches (64, then 24 numbers a patch); fc 512.
 
-    The patches do not overlap. Where the side is no multiple of the patch, a border of zeros is added, so no pixel is
+    The patches do not overlap. Where the patch does not divide the side, a border of zeros is added, so no pixel is
     left out.
     """
     patch = -(-size // 8)

@@ -660,7 +660,7 @@ def labelled(runs: Sequence[RunResult], named: Mapping[Path, str] | None = None)
     """
     named = named or {}
     whole = all(named.get(r.out) for r in runs)
-    one_length = len({_setting(r, ROUNDS) for r in runs} - {0}) < 2  # a method without rounds is no other setting
+    one_length = len({_setting(r, ROUNDS) for r in runs} - {0}) < 2  # 0: a method that trains nothing
     left_out = {"method-args", *(OWN_KEYS if whole else ()), *([ROUNDS] if one_length else [])}
     keys = [k for k in varying(runs) if k not in left_out]
     settings = {r.out: {k: v for k in keys if (v := _setting(r, k)) is not None} for r in runs}

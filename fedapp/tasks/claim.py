@@ -113,7 +113,7 @@ def held(folder: Path, run: str, last: bool, flower: int = 0) -> Iterator[None]:
         check(folder, run)
         former, now = _note(folder), time.time()
         mine = former.get("run") == run
-        # The days before a run is resumed are no pause of it, and would shut others out for weeks.
+        # Days between a run and its resume do not count: they would shut others out for weeks.
         pause = min(max(former["pause"], now - former["seen"]), LONGEST) if mine else 0.0
         _write(folder, run, pause, flower)
         ended = folder / f"{run}{ENDED}"

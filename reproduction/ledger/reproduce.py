@@ -289,8 +289,8 @@ def _changes(verdicts: Sequence[tuple[Claim, Verdict]], one_look: Evidence) -> l
     for claim, verdict in verdicts:
         if claim.before is not None:
             unit = claim.decide(one_look).outcome == verdict.outcome
-            rule = "the unit is the seed" if unit else "2.2 % after a look"
-            rule = "runs differ in steps" if claim.uneven else rule
+            even = "the unit is the seed" if unit else "2.2 % after a look"
+            rule = "runs differ in steps" if claim.uneven else even
             rows.append((f"`{claim.id}`", claim.before, verdict.outcome, rule))
     return ["", "### Outcomes that changed", "", *markdown("claim|version 0.2|now|rule", rows)] if rows else []
 
