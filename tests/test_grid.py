@@ -332,6 +332,7 @@ def test_all_methods_get_the_same_search_with_the_first_seed_and_its_choice_runs
     assert f"! {told}" in " ".join(answers.screen(comparison, everything=True).split())
     assert " --tune lr=0.000001,0.1,1e30 --on validation " in comparison.notes["command"][0]
     begun: list[str] = []
-    monkeypatch.setattr(compare, "run_here", lambda todo, _: begun.extend(todo) or {})
+    run_here = compare.run_here
+    monkeypatch.setattr(compare, "run_here", lambda todo, workers: begun.extend(todo) or run_here(todo, workers))
     assert compare.run(replace(plan, values={**values, "validation": 0.1}), out, workers=1) == 0
     assert begun == ["local(lr=1e30) s0", "fedavg(lr=1e30) s0"], "those that diverged: code may have been mended"
