@@ -35,6 +35,7 @@ from fedapp.errors import BadRequest, counted, suggest
 from fedapp.experiments.compare import pending_config, run_here
 from fedapp.experiments.jobs import common_public
 from fedapp.experiments.shipped import Entry, Value, read
+from fedapp.method import TrainDefaults
 from fedapp.results import statistics
 from fedapp.results.answers import payload_of
 from fedapp.results.directory import write_text
@@ -338,6 +339,16 @@ def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     return [" ".join(lines), *whom_and_cost(runs, known)]
 
 
+def other_defaults() -> str:
+    """Return the sentence that names the methods with training defaults of their own."""
+    usual, found = asdict(TrainDefaults()), []
+    for method in registry.discover():
+        own = [f"{k} {v}" for k, v in asdict(registry.get(method).defaults).items() if v != usual[k]]
+        if own:
+            found.append(f"{title(method)} ({', '.join(own).replace('lr_digits', 'lr on digits')})")
+    return f"Training keys differ for {', '.join(found)}; all others have the common defaults."
+
+
 def missing(runs: Sequence[Kept], known: Comparisons) -> list[str]:
     """Return sentences that name methods and settings without all their runs."""
     absent = [title(m) for m in registry.discover() if m not in {run.method for run in runs}]
@@ -500,8 +511,9 @@ def page(text: str, runs: Sequence[Kept]) -> tuple[str, str]:
     drawing = gains(runs, known)
     shown = [UNMEASURED] if drawing is None else [drawing.caption, "", f"![{drawing.alt}]({PICTURE})"]
     tables = {
-        "answer": answer(runs, known), "shortlist": shortlist(runs, known), "missing": missing(runs, known),
-        "settings": settings(known), "details": details(runs, known), "gains": shown,
+        "answer": answer(runs, known), "shortlist": shortlist(runs, known),
+        "missing": [other_defaults(), *missing(runs, known)], "settings": settings(known),
+        "details": details(runs, known), "gains": shown,
     }  # fmt: skip
     for name, lines in tables.items():
         text = replaced(text, name, lines)

@@ -15,6 +15,7 @@ from fedapp import registry
 from fedapp.config import RunConfig, from_flat
 from fedapp.engines.local import run_local
 from fedapp.errors import BadRequest
+from fedapp.method import TrainDefaults
 from fedapp.results.intervals import differences_of
 from fedapp.results.runs import RunResult
 from reproduction.studies import choosing
@@ -137,6 +138,14 @@ def with_rows(block: Block, method: str, seed: int, share: float, everywhere: fl
 def first_lines(runs: list[Kept]) -> str:
     known = choosing.every_block(runs)
     return "\n".join([*choosing.answer(runs, known), *choosing.missing(runs, known), *choosing.settings(known)])
+
+
+def test_the_page_names_each_method_with_training_defaults_of_its_own() -> None:
+    """SCAFFOLD's four differ from the common ones, and so do FedClassAvg's pictures."""
+    told = choosing.other_defaults()
+    assert "SCAFFOLD (lr 0.1, lr on digits 0.1, momentum 0.0, clip 10.0)" in told
+    named = {m for m in registry.discover() if f"{registry.get(m).title} (" in told}
+    assert named == {m for m in registry.discover() if registry.get(m).defaults != TrainDefaults()}
 
 
 def test_the_page_begins_with_the_answer_and_a_shortlist(monkeypatch: pytest.MonkeyPatch) -> None:
