@@ -37,6 +37,8 @@ from strategies.base import Strategy
 
 BASES = ("base=fedavg", "base=fedprox", "base=fedavgm", "base=moon")
 """Named in the message for an unsuitable base; all other methods with one global model are suitable too."""
+FEW_ROWS = 0.25
+"""Rows, as a multiple of the features' width, below which second moments of a single node are warned of."""
 RANDOM = "random: drawn from the seed and never trained"
 """The summary's text for a body of fedapp's own that was not trained and got no weights."""
 
@@ -199,6 +201,22 @@ class PostHoc(Strategy):
             **found,
         }
         return new
+
+    def warn_of_few_rows(self, replies: Sequence[Reply]) -> None:
+        """Warn of the node whose second moments are of the fewest rows, if these are so few that they tell the rows.
+
+        Parameters
+        ----------
+        replies : those with second moments; of a simulation there is no warning.
+        """
+        alone = [reply for reply in replies if not reply.members]
+        least = min(alone, key=lambda reply: reply.num_samples, default=None)
+        if self.context.nodes and least is not None and least.num_samples < FEW_ROWS * self.context.width:
+            self.context.warn(
+                f"{self.method.id}: client {least.client} sent second moments of {least.num_samples} rows of "
+                f"{self.context.width} features, which nearly are the rows: take secure-sum, or leave out clients with "
+                f"fewer than {FEW_ROWS * self.context.width:g} rows"
+            )
 
     def init(self, context: ServerContext) -> ServerState:
         """Return the base's first state; warn of features that nothing has trained."""

@@ -47,8 +47,6 @@ from strategies._shares import WithShares
 W, B = "head.weight", "head.bias"
 FEWEST_STEPS = 16
 """Steps 2^-k of the largest feature, below which features are not rounded."""
-FEW_ROWS = 0.25
-"""Rows, as a multiple of the features' width, below which second moments of a single node are warned of."""
 ROUGH = 1e-3
 """Rounding of features, as a multiple of their root mean square, from which on a run warns of it."""
 Solution: TypeAlias = tuple[ServerState, list[Reply], Array, dict[str, Any]]
@@ -141,7 +139,7 @@ class HeadFromSums(ClosedForm):
         found, kept = (reduced.totals("sums"), {}) if names else self.union(reduced, bits)
         if bits and not names:
             self.warn_of_rounding(found.sums, bits)
-        if self.context.nodes and "a" in found.sums and not names:
+        if "a" in found.sums and not names:
             self.warn_of_few_rows(reduced.clients)
         if self.settings.precision() is np.float32:
             sums.check_offset(found.sums["a"])
@@ -249,17 +247,6 @@ class HeadFromSums(ClosedForm):
             self.context.warn(
                 f"{self.method.id}: exact sums round features to multiples of {2.0**-bits:g}, which is more than "
                 f"{ROUGH:g} of their root mean square, since client {most.client} states a feature of {most.largest:g}"
-            )
-
-    def warn_of_few_rows(self, replies: list[Reply]) -> None:
-        """Warn of the node whose second moments are of the fewest rows, if these are so few that they tell the rows."""
-        alone = [reply for reply in replies if not reply.members]
-        least = min(alone, key=lambda reply: reply.num_samples, default=None)
-        if least is not None and least.num_samples < FEW_ROWS * self.context.width:
-            self.context.warn(
-                f"{self.method.id}: client {least.client} sent second moments of {least.num_samples} rows of "
-                f"{self.context.width} features, which nearly are the rows: take secure-sum, or leave out clients with "
-                f"fewer than {FEW_ROWS * self.context.width:g} rows"
             )
 
     def scale(

@@ -50,6 +50,8 @@ class CCVR(PostHoc):
         state = super().finalize(state, query)
         s, w = self.settings, self.trained(state)
         pooled, reduced = statistics(w, s.cov, query)
+        if s.cov != "diag":
+            self.warn_of_few_rows(reduced.clients)
         counts = pooled.counts
         head, y, jitter = self.fitted(w, pooled)
         found: dict[str, Any] = {

@@ -46,6 +46,7 @@ class QDA(ClosedForm):
         """Query the statistics and make a quadratic head of them."""
         s = self.settings
         pooled, reduced = statistics(w, s.cov, query)
+        self.warn_of_few_rows(reduced.clients)
         counts = pooled.counts
         if not counts.any():
             return {"head": {n: w[n] for n in (W, B)}}, reduced.clients, counts, {}

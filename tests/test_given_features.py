@@ -25,7 +25,7 @@ from fedapp.results.answers import answers_of
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
 from fedapp.tasks.node import Node, OwnDataError, node_task
-from strategies import _sums
+from strategies import _composition
 from tests.matrix import methods
 from tests.test_nodes import start
 
@@ -300,16 +300,21 @@ def test_features_of_two_bodies_are_never_added(tmp_path: Path, monkeypatch: pyt
     np.testing.assert_allclose(found[W] / calibration["scale"], wanted[:, :-1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("least", "said"), [(151, 1), (150, 0)])
+@pytest.mark.parametrize(
+    ("method", "least", "said"),
+    [("lda", 151, 1), ("lda", 150, 0), ("qda", 151, 1), ("ccvr", 151, 1), ("ccvr/cov=diag", 151, 0)],
+)
 def test_second_moments_of_few_rows_are_warned_of_on_nodes(
-    least: int, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, least: int, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _sums.FEW_ROWS == 1 / 4
-    monkeypatch.setattr(_sums, "FEW_ROWS", least / 12)
+    assert _composition.FEW_ROWS == 1 / 4
+    monkeypatch.setattr(_composition, "FEW_ROWS", least / 12)
     monkeypatch.setenv("FEDAPP_STATE", str(tmp_path / "home"))
     places = [features(tmp_path / f"{k}.npz", rows=r, client=False, seed=k) for k, r in enumerate((240, 240, 200))]
     nodes = {70 + k: {"client-id": k, "data-path": str(place)} for k, place in enumerate(places)}
-    summary, *_ = start(tmp_path, nodes, method="lda", dataset="npz", model="identity", **{"class-names": "0,1,2,3"})
+    name, _, args = method.partition("/")
+    values = {"method": name, "method-args": args, "dataset": "npz", "model": "identity", "class-names": "0,1,2,3"}
+    summary, *_ = start(tmp_path, nodes, **values)
     told = [text for text in summary["warnings"] if "second moments" in text]
     assert len(told) == said and all("client 2 sent second moments of 150 rows of 12 features" in text for text in told)
 
