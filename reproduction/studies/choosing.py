@@ -5,7 +5,6 @@ are not run again and broken ones go on from their checkpoint, so the command ca
 What they need of a run is one line of docs/choosing.jsonl, written when the run has ended. A line whose
 configuration, hyperparameters or scores mean something else today is left out, and its run is repeated. Training alone
 runs a second time with the partition of its seed and the next training seed. Without `--out` nothing is run.
-Runs with scores over all classes are collected in `choosing-new.jsonl` (`--kept`), until there are all of them.
 """
 
 from __future__ import annotations
@@ -321,22 +320,34 @@ def answer(runs: Sequence[Kept], known: Comparisons) -> list[str]:
         "([words](comparing.md#how-sure-is-a-difference))."
     ]
     for block, found in known:
-        if float(block.settings.get("fraction-train", 1)) < 1:
-            best = "; ".join(f"{title(m)} by {in_points(found.methods[m])} points" for m in found.of("better"))
-            said = f"better than training alone: {best}" if best else "no method is better than training alone"
-            lines.append(f"With a part of the clients in each round ({block.title}), {said}.")
-    for block, found in known:
-        for method in found.of("better"):
+        better = found.of("better")
+        if not better and float(block.settings.get("fraction-train", 1)) < 1:
+            lines.append(
+                f"With a part of the clients in each round ({block.title}), no method is better than training alone."
+            )
+        for method in better[:1]:
             gain, same, lose = found.harm[method]
             once = ", and statistics once" * (notes()[method]["costs"][2] > 0)
-            harmful = [f"{100 * c.methods[method].mean:+.1f} ({b.title})" for b, c in known if method in c.of("worse")]
-            elsewhere = f" It is worse elsewhere: {', '.join(harmful)}." * bool(harmful)
+            worse = _elsewhere(known, method)
             lines.append(
                 f"**{title(method)}** is better by {in_points(found.methods[method])} points ({block.title}). It helps "
                 f"{tally([[gain]])} of {tally([[gain + same + lose]])} clients there and harms {tally([[lose]])}."
-                f"{elsewhere} A client sends {size(sent_in(block, runs)[method])} a round{once}. {payload_of(method)}"
+                f"{f' It is {worse}.' if worse else ''} A client sends {size(sent_in(block, runs)[method])} a "
+                f"round{once}. {payload_of(method)}"
             )
+        others = [
+            f"{title(m)} by {in_points(found.methods[m])}{f', {worse}' if (worse := _elsewhere(known, m)) else ''}"
+            for m in better[1:]
+        ]
+        if others:
+            lines.append(f"Better there too: {'; '.join(others)}.")
     return [" ".join(lines), *whom_and_cost(runs, known)]
+
+
+def _elsewhere(known: Comparisons, method: str) -> str:
+    """Return the settings in which a method is worse than training alone; an empty string where there are none."""
+    harmful = [f"{100 * c.methods[method].mean:+.1f} ({b.title})" for b, c in known if method in c.of("worse")]
+    return f"worse elsewhere: {', '.join(harmful)}" if harmful else ""
 
 
 def other_defaults() -> str:
@@ -512,7 +523,7 @@ def page(text: str, runs: Sequence[Kept]) -> tuple[str, str]:
     shown = [UNMEASURED] if drawing is None else [drawing.caption, "", f"![{drawing.alt}]({PICTURE})"]
     tables = {
         "answer": answer(runs, known), "shortlist": shortlist(runs, known),
-        "missing": [other_defaults(), *missing(runs, known)], "settings": settings(known),
+        "missing": missing(runs, known), "defaults": [other_defaults()], "settings": settings(known),
         "details": details(runs, known), "gains": shown,
     }  # fmt: skip
     for name, lines in tables.items():
