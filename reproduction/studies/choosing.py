@@ -523,7 +523,7 @@ def page(text: str, runs: Sequence[Kept]) -> tuple[str, str]:
     shown = [UNMEASURED] if drawing is None else [drawing.caption, "", f"![{drawing.alt}]({PICTURE})"]
     tables = {
         "answer": answer(runs, known), "shortlist": shortlist(runs, known),
-        "missing": missing(runs, known), "defaults": [other_defaults()], "settings": settings(known),
+        "missing": missing(runs, known), "keys": [other_defaults()], "settings": settings(known),
         "details": details(runs, known), "gains": shown,
     }  # fmt: skip
     for name, lines in tables.items():

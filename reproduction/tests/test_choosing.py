@@ -22,7 +22,7 @@ from reproduction.studies import choosing
 from reproduction.studies.choosing import Block, Kept, definition, digest
 
 BLOCK = definition().block[0]
-NAMES = ("answer", "shortlist", "missing", "defaults", "settings", "details", "gains")
+NAMES = ("answer", "shortlist", "missing", "keys", "settings", "details", "gains")
 PAGE = "".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\nbetween\n" for name in NAMES)
 
 
