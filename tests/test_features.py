@@ -272,6 +272,7 @@ def test_a_column_of_texts(suffix: str, tmp_path: Path) -> None:
     assert (found.about["texts-cut"], found.about["norm"], found.about["tokens"]) == (1, 1, 4)
 
 
+@pytest.mark.full
 def test_a_killed_extraction_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 256, (4 * core.CHUNK + 3, SIDE, SIDE, 3), dtype=np.uint8)
     np.savez(tmp_path / "x.npz", x=x, y=np.arange(len(x)) % 3)

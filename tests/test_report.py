@@ -179,6 +179,7 @@ def test_the_same_directory_gives_the_same_page_drawn_by_one_thread(
     assert not list(single.glob(".*.part"))
 
 
+@pytest.mark.full
 def test_letters_of_charts_on_a_phone_have_ten_pixels(single: Path, several: Path) -> None:
     """Also without a browser: a point is 4/3 pixels where a chart is as wide as it was drawn."""
     for path in (single, several):
