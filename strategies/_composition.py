@@ -203,11 +203,11 @@ class PostHoc(Strategy):
         return new
 
     def warn_of_few_rows(self, replies: Sequence[Reply]) -> None:
-        """Warn of the node whose second moments are of the fewest rows, if these are so few that they tell the rows.
+        """Warn of the node with the fewest rows behind its second moments, if so few show the rows.
 
         Parameters
         ----------
-        replies : those with second moments; of a simulation there is no warning.
+        replies : those with second moments. A simulation does not warn.
         """
         alone = [reply for reply in replies if not reply.members]
         least = min(alone, key=lambda reply: reply.num_samples, default=None)
