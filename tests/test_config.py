@@ -419,6 +419,8 @@ def fedapp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         ["run", "--resume", "nowhere"],
         ["run", "--engine", "local", "--out", "not-utf-8-\udcff"],
         ["run", "--engine", "local", "--set", "dataset=npz", "--set", "data-dir=~no-such-user/x"],
+        ["run", "--engine", "local", "--set", "weights=" + 300 * "x"],
+        ["run", "--engine", "local", "--set", "state-dir=" + 300 * "x"],
         ["partition", "--dataset", "npz", "--set", "data-dir=~no-such-user/x"],
         ["report", "~no-such-user/x"],
         ["run", "--engine", "local", "--client-gpus", "0.5"],

@@ -18,7 +18,7 @@ from fedapp.data.names import HUB
 from fedapp.errors import BadRequest
 from fedapp.files import absolute
 from fedapp.models import IDENTITY
-from fedapp.results.directory import check_out, new_folder, run_name
+from fedapp.results.directory import check_out, check_writable, new_folder, run_name
 from fedapp.results.runs import RunResult, read_run
 from fedapp.results.terminal import echo
 from fedapp.tasks import simulated as tasks
@@ -84,6 +84,8 @@ def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:
 def placed(config: RunConfig, out: Path | None, *, resume: bool) -> RunConfig:
     """Check an effective configuration against data, models and run directory, and return it with its `out`."""
     tasks.check(config, config.data.clients)
+    if config.storage.state_dir:
+        check_writable(absolute(config.storage.state_dir))
     return config.replaced(out=str(run_folder(config, out, resume=resume)), resume=resume)
 
 

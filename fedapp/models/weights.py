@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedapp.errors import BadRequest, first_of, listed
-from fedapp.files import absolute
+from fedapp.files import absolute, explained
 from fedapp.lazy import Tensor, nn, torch, torchvision
 
 TORCHVISION = "torchvision.models"
@@ -26,7 +26,9 @@ def _version(path: str) -> tuple[str, ...]:
     BadRequest : it is not there.
     """
     file = absolute(path)
-    if not file.is_file():
+    with explained(f"weights = '{path}' cannot be read", "give another file"):
+        there = file.is_file()
+    if not there:
         raise BadRequest(
             f"weights = '{path}' is not a file: give a .safetensors, or a .pt that torch.save(model.state_dict(), "
             "FILE) wrote; fedapp downloads none"

@@ -320,6 +320,8 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     BadRequest : they do not; says what to change.
     """
     datasets.load(config.data.dataset, config.data.data_dir or None, config.data)  # what is there now
+    if config.model.weights:
+        weights.read(config.model.weights)
     data = federated(config, clients)
     check_liars(config, clients - len(config.unseen_of(range(clients), data.partition.names)), simulation=True)
     for inputs in data.sizes:
