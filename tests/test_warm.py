@@ -364,7 +364,9 @@ def test_the_libraries_are_all_that_a_client_imports_of_others() -> None:
         "import sys; from importlib import import_module as load\n"
         "load('flwr.supernode.cli'); [load(name) for name in sys.argv[1:]]\n"
         "before = set(sys.modules); assert not {'fedapp', 'clients', 'strategies', 'ray'} & before\n"
-        "import fedapp.client_app\n"
+        "import fedapp.client_app, torch\n"
+        "for kind in (torch.optim.SGD, torch.optim.Adam):\n"
+        "    kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()\n"
         "ours = ('fedapp', 'clients', 'strategies')\n"
         "print(*(name for name in set(sys.modules) - before if name.partition('.')[0] not in ours))"
     )

@@ -26,6 +26,7 @@ PROGRAM = "flwr-clientapp"
 LIBRARIES = (
     "flwr.supernode.cli",
     "torch",
+    "torch._dynamo",  # the first optimizer of a process imports it
     "torch.nested._internal.nested_tensor",
     "numpy.ma",
     "numpy.random",
@@ -38,7 +39,7 @@ LIBRARIES = (
     "statistics",
     "threadpoolctl",
 )
-"""All that a client imports, without fedapp: a run brings a copy of its own."""
+"""All that a client that trains imports, without fedapp: a run brings a copy of its own."""
 
 
 class ForkServerUnavailable(Exception):
