@@ -792,6 +792,13 @@ def test_a_bad_answer_is_dropped_with_its_reason(change: Callable[[Arrays], Any]
     assert message in (refusal(strategy, {}, Reply(0, 5, arrays, {}, kind="query.statistics")) or "")
 
 
+def test_totals_of_more_samples_than_the_client_has_are_dropped() -> None:
+    strategy, _ = server("cov=sums")
+    for samples, message in ((5, None), (4, "sums of 5 samples from a client of 4")):
+        arrays = {"statistics/count": np.array([3, 2, 0]), "statistics/sum": np.zeros((3, 2))}
+        assert refusal(strategy, {}, Reply(0, samples, arrays, {}, kind="query.totals")) == message
+
+
 def test_features_that_do_not_fit_are_refused() -> None:
     strategy, _ = server("oracle=true")
     bad = {"features/z": np.zeros((2, 2), np.float32), "features/label": np.array([0, 3])}

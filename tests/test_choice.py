@@ -142,7 +142,8 @@ def test_the_own_head_is_the_discriminant_of_the_own_rows(tmp_path: Path, tiny: 
     ("gain", "apart", "rows", "default", "own"),
     [
         (5, 25, 100, False, False), (6, 25, 100, False, True), (-6, 25, 100, True, False), (-5, 25, 100, True, True),
-        (1, 1, 100, False, False), (2, 2, 100, False, True), (9, 9, 19, False, False), (-9, 9, 19, True, True),
+        (1, 1, 100, False, False), (2, 2, 100, False, True), (9, 9, 19, False, False), (9, 9, 20, False, True),
+        (-9, 9, 19, True, True),
         (0, 0, 100, True, True), (0, 0, 100, False, False),
     ],
 )  # fmt: skip

@@ -526,12 +526,14 @@ def test_a_round_is_sgd_on_the_formula(hparams: dict[str, object], factor: float
     """CE + lambda || p - p~ ||_2, with p by counting and p~ from the row norms, in float64; three steps."""
     data = handmade.one_batch_task(n=13, classes=3)
     x, y = handmade.pixels(data), data.y_train
-    p = torch.tensor([5, 4, 4]).double() / 13
+    p, entropies = torch.tensor([5, 4, 4]).double() / 13, list[float]()
 
     def loss(model: SplitModel) -> torch.Tensor:
         norms = (model.head.weight**2).sum(dim=1).sqrt()
         distance = ((p - norms / norms.sum()) ** 2).sum().sqrt()
-        return handmade.cross_entropy(model(x), y) + factor * distance
+        entropy = handmade.cross_entropy(model(x), y)
+        entropies.append(float(entropy.detach()))
+        return entropy + factor * distance
 
     received = handmade.model_like(data)
     with torch.no_grad():
@@ -543,6 +545,7 @@ def test_a_round_is_sgd_on_the_formula(hparams: dict[str, object], factor: float
     handmade.assert_close(arrays, expected, atol=1e-5)
     norms = (expected.head.weight.detach() ** 2).sum(dim=1).sqrt()
     assert metrics["wdr"] == pytest.approx(float(((p - norms / norms.sum()) ** 2).sum().sqrt()), abs=1e-5)
+    assert metrics["cross-entropy"] == pytest.approx(np.mean(entropies), abs=1e-5)
 
 
 def test_nothing_but_the_model_leaves_a_client() -> None:

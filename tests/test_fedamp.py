@@ -207,6 +207,9 @@ def test_absent_clients_keep_their_mix_and_newcomers_get_the_initial_model() -> 
     assert equal(strategy.send(second, 3, 3).all(), start)
     # Only participants mix: client 0's model of round 1 has no part in round 2.
     np.testing.assert_allclose(second["mixed"][1]["head.weight"], [1.5, 2.0])
+    ids, weights, _ = strategy.blend(second, {}) or ([], np.zeros(0), "")
+    assert ids == [0, 1, 2] and weights[0, 1] == 0 == weights[1, 0] and weights[0, 2] > 0
+    np.testing.assert_allclose(weights[1:, 1:] @ [[3, 0], [0, 4]], [second["mixed"][k]["head.weight"] for k in (1, 2)])
     assert sorted(first["mixed"]) == [0, 2], "the old state is left alone"
     assert second["mixed"][0]["head.weight"].base is None, "the mixes of a past round are not held"
 

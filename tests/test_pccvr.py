@@ -109,6 +109,13 @@ def test_only_a_calibrated_head_is_adjusted() -> None:
     assert not any(name.startswith("unadjusted") for name in metrics)
 
 
+@pytest.mark.parametrize(("args", "sent"), [("", False), ("mc_mode=proportional", True), ("shares=pooled", True)])
+def test_the_counts_travel_only_where_clients_need_them(args: str, sent: bool) -> None:
+    method, hparams = method_of(args)
+    payload = method.strategy(method, hparams).prior({"personal": True, "counts": np.ones(3)})
+    assert ("prior/counts" in payload.common) == sent
+
+
 def test_a_newcomer_is_scored_on_the_model_adjusted_to_its_own_shares() -> None:
     client, payload = client_of()
     client.meet(payload, 2, "unseen_received", 0)
