@@ -32,7 +32,6 @@ from fedapp.data.transforms import InputSpec, normalise
 from fedapp.federation.context import server_context
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import ModelSpec, Task
-from fedapp.learning.training import SHORT
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel, build_model, selection
 from fedapp.reduce.plain import MeanReducer
@@ -43,6 +42,7 @@ from fedapp.tasks import simulated
 from fedapp.transport.boundary import Contract, decoded_problem
 from strategies.base import Strategy
 
+SHORT = TrainingSettings(local_epochs=1, lr=0.01, optimizer="sgd", momentum=0.9, weight_decay=0, clip=0, augment="none")
 DIGITS_BYTES = 4 * 38_282
 """A `digits-a` model on the wire."""
 

@@ -381,6 +381,9 @@ def test_frozen_batchnorm_is_no_obstacle_and_table_rows_are_not_mixed(tiny: Tiny
 
     net = nn.Sequential(nn.Conv2d(1, 2, 1), Frozen(2, affine=False), nn.Flatten(), nn.Linear(8, 3))
     dp_sgd.check(net, "own", (1, 2, 2))
+    down = nn.Sequential(nn.Flatten(), nn.Linear(4, 1))
+    nn.init.constant_(down[1].weight, -1.0)  # type: ignore[arg-type]
+    dp_sgd.check(down, "own", (1, 2, 2))
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "rows.npz", x=rng.normal(size=(300, 6)).astype(np.float32), y=np.arange(300) % 3)
     values = {**SGD, "dataset": "npz", "data_dir": str(tmp_path / "rows.npz"), "normalise": "none", "rounds": 1}

@@ -8,7 +8,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -24,7 +25,8 @@ from fedapp.federation.hook import Hook
 from fedapp.federation.hooks.events import ProgressEvents
 from fedapp.federation.hooks.rollback import Rollback
 from fedapp.federation.hooks.soundness import TwoVoids
-from fedapp.federation.hooks.training import Checkpoint
+from fedapp.federation.hooks.tables import Tables
+from fedapp.federation.hooks.training import Checkpoint, EarlyStop
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Arrays, BaseHParams, Payload, ServerState
 from fedapp.reduce.spec import Mean, Query, Total
@@ -310,6 +312,19 @@ def test_noise_of_an_answer_before_round_1_is_drawn_and_booked_once(
     assert checkpoint.load(tmp_path / "run" / "checkpoint", 0)[1]["fed3r"]["head"]
     resumed = run(resume=tmp_path / "run")
     assert sorted(calls) == [0, 1, 2] and resumed.summary["privacy"]["releases"] == 1
+
+
+def test_no_client_alone_decides_that_the_loss_falls() -> None:
+    stop = EarlyStop(cast(Any, None))
+    assert [stop.fell({0: 9.0, 1: loss, 2: -9.0}) for loss in (3.0, 3.0, 2.0, 2.5)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(("cap", "most"), [(2.0, 12.0), (0.0, np.inf)])
+def test_pooled_scores_count_test_samples_up_to_the_cap(cap: float, most: float) -> None:
+    """Of 4, 6 and 1000: a client without test samples is none of them."""
+    facts = {k: {"test-examples": n} for k, n in enumerate((0, 4, 6, 1000))}
+    given = SimpleNamespace(test_cap=cap, cohort=SimpleNamespace(manager=SimpleNamespace(facts=facts)))
+    assert Tables.most(cast(Any, SimpleNamespace(run=given))) == most
 
 
 @pytest.mark.parametrize(("known", "stays"), [(0, True), (-1, False)])

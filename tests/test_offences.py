@@ -205,6 +205,7 @@ def test_without_a_limit_nobody_measures_a_reply() -> None:
 
     assert soundness.bounded(check, {}, math.inf) is check
     assert soundness.bounded(check, {}, 1.0) is not check
+    assert soundness.longest({"x": np.array([3.0, 4.0]), "times": 1}, {"x": np.zeros(2)}) == 5.0
 
 
 def test_a_model_that_grew_too_much_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +275,7 @@ def test_a_model_that_one_client_spoiled_is_taken_back(tmp_path: Path, monkeypat
         run = federate(tmp_path / "run", [0], lie, 4, rounds=3, **settings)
     assert checkpoint.load(run.out / "checkpoint", 3)[1]["noted"].tolist() == [1, 2, 3]
     assert run.summary["ok"] and list(run.rounds["round"]) == [1, 2, 3]
+    assert asked(run.out) == [(2, 1), (2, 2), (2, 3)], "of the attempt that is taken back"
     assert "spoiled the model and is taken back" in run.summary["warnings"][0]
     assert largest(state_after(run)) < 10 and "blocked" not in run.summary
     again = resume(resume=run.out, rounds=4)

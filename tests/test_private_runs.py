@@ -176,6 +176,7 @@ def test_updates_are_booked_round_by_round(tiny: Tiny, no_page: Any, replies: li
     assert privacy["releases"] == max(asked.values())
     first = found.summary["warnings"][0]
     assert "epsilon = 4, delta = 1e-05 for each client" in first and "recommended from 1000 clients" in first
+    assert "in the mean of 2 clients" in first, "2.01 are drawn"
 
 
 def test_updates_count_equally_and_their_noise_is_the_stated_one(tiny: Tiny, no_page: Any) -> None:

@@ -251,17 +251,20 @@ def test_sums_make_mean_and_deviation_with_a_floor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "lost", "said"),
     [
-        ({}, None), ({"square": np.zeros(2)}, "no features have these sums and squares"),
-        ({"count": np.array([1.5])}, "count must be a number of samples"), ({"sum": np.zeros(3)}, "needs count, sum"),
-        ({"count": np.array([9.0]), "square": np.full(2, 9.0)}, "sums of 9 samples from a client of 4"),
+        ({}, 0.0, None), ({"square": np.zeros(2)}, 0.0, "no features have these sums and squares"),
+        ({"square": np.full(2, 0.9)}, 0.2, None), ({"square": np.full(2, 0.7)}, 0.2, "no features have these sums"),
+        ({"count": np.array([1.5])}, 0.0, "count must be a number of samples"),
+        ({"sum": np.zeros(3)}, 0.0, "needs count, sum"),
+        ({"count": np.array([9.0]), "square": np.full(2, 9.0)}, 0.0, "sums of 9 samples from a client of 4"),
     ],
 )  # fmt: skip
-def test_sums_that_no_features_have_are_refused(change: dict[str, np.ndarray], said: str | None) -> None:
+def test_sums_that_no_features_have_are_refused(change: dict[str, np.ndarray], lost: float, said: str | None) -> None:
     sums = {"count": np.array([4.0]), "sum": np.array([2.0, -2.0]), "square": np.array([1.0, 1.0]), **change}
-    context = SimpleNamespace(shape=(2,))
-    reply = Reply(0, 4, {f"scaling/{name}": array for name, array in sums.items()}, {})
+    context: Any = SimpleNamespace(shape=(2,))
+    assert not any(a.any() for a in MOMENTS.form(context, {}).values()), "no samples"
+    reply = Reply(0, 4, {f"scaling/{name}": array for name, array in sums.items()}, {}, lost=lost)
     found = MOMENTS.problem(context, reply, {})
     assert found is None if said is None else said in str(found)
 

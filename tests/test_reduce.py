@@ -17,6 +17,7 @@ import fedapp.method
 from clients.fedproto import FedProtoHParams
 from fedapp import registry
 from fedapp.core.averages import RunningMean
+from fedapp.core.privacy import Privacy
 from fedapp.errors import Impossible
 from fedapp.federation.hook import Hooks
 from fedapp.federation.loop import train_once
@@ -26,7 +27,7 @@ from fedapp.reduce.noised import Noised, noised
 from fedapp.reduce.plain import MeanReducer, PlainClassMeans
 from fedapp.reduce.reader import Policy
 from fedapp.reduce.robust import RobustClassMeans
-from fedapp.reduce.spec import ClassMean, Each, Mean, Query, Total, form_problem
+from fedapp.reduce.spec import ClassMean, Each, Gaussians, Mean, Query, Total, form_problem
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.request import RoundRequest
 from strategies._flower import FlowerStrategy
@@ -168,6 +169,8 @@ def test_secure_sums_follow_from_what_is_reduced(reductions: dict[str, Any], sum
 def test_class_means_are_equal_in_both_forms_where_no_rule_is_needed(summed: bool) -> None:
     spec = ClassMean("rows", lambda *given: np.zeros((3, 1)), "counts", summed=summed)
     of = np.zeros((3, 1))
+    server = context(HEAD, num_classes=3, width=1)
+    whole = spec.form(server, {})
     forms = [PlainClassMeans(spec, of.shape), RobustClassMeans(spec, of, guard(count_cap=100.0))]
     replies = [
         (np.array([0, 2]), np.array([[1.0], [5.0]], np.float32), np.array([1, 3])),
@@ -179,6 +182,9 @@ def test_class_means_are_equal_in_both_forms_where_no_rule_is_needed(summed: boo
             if summed:
                 given = {"rows": np.zeros((3, 1), np.float32), "counts": np.zeros(3, np.int64)}
                 given["rows"][labels], given["counts"][labels] = rows * counts[:, None], counts
+            assert spec.problem(server, reply(client, 4, given), whole) is None
+            lost = {n: a for n, a in given.items() if n != "counts"}
+            assert spec.problem(server, reply(client, 4, lost), whole) == "'counts' is missing"
             form.add(reply(client, 4, given))
         found = form.result()
         assert found.seen.tolist() == [True, False, True]
@@ -262,6 +268,20 @@ def test_counts_are_whole_numbers(dtype: Any) -> None:
     assert form_problem({"n": np.ones(2, np.uint8)}, {"n": np.zeros(2, np.int64)}) is None
 
 
+@pytest.mark.parametrize("n", [5, 6])
+def test_statistics_are_of_no_more_samples_than_the_client_has(n: int) -> None:
+    arrays = {"s/count": np.array([2, n - 2]), "s/sum": np.zeros((2, 1)), "s/square": np.zeros((2, 1))}
+    total = Total("s/", lambda context: {}, lambda *given: None, lambda arrays: float(arrays["count"].sum()))
+    for kind in (total, Gaussians("s/", "sums")):
+        found = kind.problem(context(HEAD, num_classes=2, width=1), reply(0, 5, arrays), {})
+        assert (found is None) == (n == 5)
+
+
+def test_a_clients_noise_is_its_share_of_the_variance() -> None:
+    privacy = Privacy("example", 8.0, 1e-5, noise=3.0)
+    assert Policy(privacy=privacy, share=lambda: 0.25).noise() == 1.5 and Policy().noise() == 0.0
+
+
 @pytest.mark.parametrize("method", ["fed3r", "fedncm", "lda", "fedgh", "ccvr"])
 def test_noised_statistics_of_another_form_are_refused(method: str) -> None:
     known, hparams = registry.configured(method, "cov=sums" if method == "ccvr" else "")
@@ -272,6 +292,7 @@ def test_noised_statistics_of_another_form_are_refused(method: str) -> None:
     of = context(HEAD, num_classes=2, width=1)
     form = statistics.form(of, {})
     for name, array in form.items():
+        assert not array.any(), "no samples"
         assert statistics.problem(of, reply(0, 5, form), form) is None
         for bad in (array.astype(np.float32), array[None], array[:-1]):
             assert isinstance(statistics.problem(of, reply(0, 5, {**form, name: bad}), form), Impossible)

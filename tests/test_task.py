@@ -8,13 +8,15 @@ import torch
 from fedapp import sampling
 from fedapp.data.transforms import InputSpec
 from fedapp.learning.task import ModelSpec, Task
+from tests.handmade import short
 
 INPUTS = InputSpec(shape=(3, 8, 8), scale=255.0, mean=(0.5,) * 3, std=(0.2,) * 3)
 
 
 def task() -> Task:
     x = torch.zeros(5, 8, 8, 3, dtype=torch.uint8)
-    return Task(2, 7, 4, INPUTS, "digits-b", x, torch.tensor([0, 2, 2, 1, 2]), x[:2], torch.tensor([3, 0]))
+    y = torch.tensor([0, 2, 2, 1, 2])
+    return Task(2, 7, 4, INPUTS, "digits-b", x, y, x[:2], torch.tensor([3, 0]), train=short())
 
 
 def test_counts_are_those_of_the_training_split() -> None:

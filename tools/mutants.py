@@ -79,7 +79,12 @@ NAMED = {
     "fedapp/federation/hooks/rollback.py": ["tests/test_offences.py"],
     "fedapp/federation/hooks/scores.py": ["tests/test_chosen_round.py", "tests/test_hooks.py", "tests/test_unseen.py"],
     "fedapp/federation/hooks/tables.py": ["tests/test_engine.py", "tests/test_hooks.py", "tests/test_scores.py"],
-    "fedapp/federation/hooks/training.py": ["tests/test_resume.py", "tests/test_hooks.py", "tests/test_scores.py"],
+    "fedapp/federation/hooks/training.py": [
+        "tests/test_resume.py",
+        "tests/test_hooks.py",
+        "tests/test_scores.py",
+        "tests/test_private_runs.py",
+    ],
     "fedapp/federation/hooks/soundness.py": ["tests/test_offences.py"],
     "strategies/_flower.py": ["tests/test_flower_loop.py", "tests/test_robust.py"],
     "clients/base.py": [
@@ -128,7 +133,11 @@ NAMED = {
     "clients/mutual.py": ["tests/test_fml.py", "tests/test_fedkd.py"],
     "fedapp/learning/evaluation.py": ["tests/test_further_metrics.py"],
     "fedapp/learning/optimizers.py": ["tests/test_training_options.py"],
-    "fedapp/learning/training.py": ["tests/test_training_options.py", "tests/test_phases.py"],
+    "fedapp/learning/training.py": [
+        "tests/test_training_options.py",
+        "tests/test_phases.py",
+        "tests/test_single_images.py",
+    ],
     "clients/posthoc.py": ["tests/test_fed3r.py", "tests/test_ccvr.py"],
     "clients/sums.py": [
         "tests/test_fed3r.py",

@@ -134,7 +134,7 @@ class Participants:
         self.manager.register()
         before = self.secure.before(name_of("train", server_round)) if self.secure else None
         if before is not None:
-            return sorted(before & set(self.training()))
+            return [c for c in self.training() if c in before]
         drawn = sampling.sample_clients(seed, server_round, self.training(), self.manager.settings.fraction_train)
         ids, self.pending = self.manager.without_silent(server_round, drawn)
         return ids

@@ -158,8 +158,6 @@ def scheduled(key: str, text: str, lr: float, count: int) -> tuple[float, ...]:
     cls, arguments = parse_schedule(key, text)
     known = parameters_of(cls)
     arguments |= {name: count for name in WHOLE if name in known and name not in arguments}
-    if "cycle_momentum" in known:
-        arguments["cycle_momentum"] = False
     rates: list[float] = []
     try:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr)

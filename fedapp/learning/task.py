@@ -13,7 +13,6 @@ from fedapp import sampling
 from fedapp.core.privacy import Privacy
 from fedapp.data.transforms import InputSpec
 from fedapp.lazy import Tensor, torch
-from fedapp.learning.training import SHORT
 from fedapp.models.own import PLAIN
 from fedapp.settings import ModelSettings, TrainingSettings
 
@@ -78,11 +77,11 @@ class Task:
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
+    train: TrainingSettings
     x_validation: Tensor | None = None
     y_validation: Tensor | None = None
     x_union: Tensor | None = None
     y_union: Tensor | None = None
-    train: TrainingSettings = SHORT
     rates: tuple[float, ...] = ()
     buffers: str = "global"
     protocols: tuple[str, ...] = ("received", "trained")

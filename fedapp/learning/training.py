@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from fedapp.models import SplitModel
 
 
-SHORT = TrainingSettings(local_epochs=1, lr=0.01, optimizer="sgd", momentum=0.9, weight_decay=0, clip=0, augment="none")
-"""One epoch of SGD: the settings of a task that states none."""
 BETAS = (0.9, 0.999)
 """Decay rates of the two moments of Adam and its relatives."""
 

@@ -36,7 +36,7 @@ class Noised(Reduction):
         return Joint(context.num_classes, context.width, self.moments)
 
     def form(self, context: ServerContext, state: ServerState) -> Arrays:
-        """Return a reply."""
+        """Return a reply of a client without samples."""
         return {self.prefix + name: np.zeros(shape) for name, shape in self.joint(context).shapes.items()}
 
     def problem(self, context: ServerContext, reply: Reply, form: Arrays) -> str | None:
