@@ -258,9 +258,9 @@ class Participants:
         schema, initial = strategy.schema(state, kind), strategy.context.initial
         schema = replace(schema, check=checks(schema.check))
         sums = strategy.method.sums(strategy.hparams) if secure else None
-        template = {n: initial[n] for n in schema.shapes} | strategy.reader.further(kind, state) if sums else {}
-        if secure is None or sums is None or not template:
+        if secure is None or sums is None:
             return self.manager.send_and_receive(exchange, payloads, schema, request)
+        template = {n: initial[n] for n in schema.shapes} | strategy.reader.further(kind, state)
         noise = released(strategy.reader, kind, template)
         return secure.exchange(exchange, payloads, sums, template, schema, request, noise)
 
