@@ -70,7 +70,12 @@ NAMED = {
     "fedapp/federation/loop.py": ["tests/test_base.py", "tests/test_engine.py", "tests/test_offences.py"],
     "fedapp/federation/context.py": ["tests/test_measure.py", "tests/test_engine.py"],
     "fedapp/federation/releases.py": ["tests/test_private_sums.py"],
-    "fedapp/federation/participants.py": ["tests/test_base.py", "tests/test_engine.py", "tests/test_offences.py"],
+    "fedapp/federation/participants.py": [
+        "tests/test_base.py",
+        "tests/test_engine.py",
+        "tests/test_offences.py",
+        "tests/test_secure_sums.py",
+    ],
     "fedapp/federation/central.py": ["tests/test_engine.py", "tests/test_scores.py"],
     "fedapp/federation/server_model.py": ["tests/test_own_models.py", "tests/test_hostile.py"],
     "fedapp/federation/summary.py": ["tests/test_engine.py", "tests/test_scores.py", "tests/test_private_runs.py"],

@@ -257,11 +257,11 @@ class Participants:
         strategy, kind, secure = self.strategy, exchange.kind, self.secure
         schema, initial = strategy.schema(state, kind), strategy.context.initial
         schema = replace(schema, check=checks(schema.check))
-        sums = strategy.method.sums(strategy.hparams) if secure else None
-        if secure is None or sums is None:
+        if secure is None:
             return self.manager.send_and_receive(exchange, payloads, schema, request)
         template = {n: initial[n] for n in schema.shapes} | strategy.reader.further(kind, state)
-        noise = released(strategy.reader, kind, template)
+        sums, noise = strategy.method.sums(strategy.hparams), released(strategy.reader, kind, template)
+        assert sums is not None
         return secure.exchange(exchange, payloads, sums, template, schema, request, noise)
 
 
