@@ -72,6 +72,7 @@ def test_the_sensitivity_is_the_stated_formula() -> None:
     assert joint.sensitivity == pytest.approx(math.sqrt(0.3**2 + 1.5**2 + (2 * 1.5**2) ** 2))
     assert Joint(2, 16).weight == 0.5
     assert Joint(2, 16).sensitivity == pytest.approx(math.sqrt(1.25))
+    assert Joint(2, 16, "all").sensitivity == pytest.approx(math.sqrt(1.5))
 
 
 @pytest.mark.parametrize("squares", FORMS)

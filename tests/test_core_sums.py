@@ -161,9 +161,9 @@ def test_an_unseen_class_loses_far_from_0_too(scale: float) -> None:
 
 
 def test_a_class_without_samples_loses_and_the_scale_multiplies_logits() -> None:
-    rows = np.array([[1.0, -2, 3], [9, 9, 9]])
-    weight, bias = sums.as_head(rows, np.array([True, False]), 2.0)
-    assert weight.tolist() == [[2, -4], [2, -4]] and bias.tolist() == [6, 6 + sums.UNSEEN]
+    rows = np.array([[1.0, -2, 3], [3, 4, 5], [9, 9, 9]])
+    weight, bias = sums.as_head(rows, np.array([True, True, False]), 2.0)
+    assert weight.tolist() == [[2, -4], [6, 8], [4, 2]] and bias.tolist() == [6, 10, 8 + sums.UNSEEN]
     assert weight.dtype == bias.dtype == np.float32
 
 
@@ -281,6 +281,7 @@ def test_the_penalty_of_cross_validation_is_beyond_that_which_fits_noise(offset:
 
 
 def test_cross_validation_names_the_end_of_its_grid_and_features_without_any_difference() -> None:
+    np.testing.assert_allclose(sums.PENALTIES, 10 ** np.linspace(-2, 5, 29), rtol=1e-12)
     y = np.arange(60) % 2
     assert not sums.best_penalty(*whole(np.eye(2)[y], y, 2))[1], "no penalty is too small where features are labels"
     assert sums.best_penalty(*whole(np.ones((6, 3)), np.arange(6) % 2, 2)) == (1.0, True)

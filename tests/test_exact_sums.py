@@ -53,6 +53,7 @@ def integer_sums(z: np.ndarray, y: np.ndarray, bits: int) -> tuple[np.ndarray, n
         ([60_000], 1.0, 18), ([60_000] * 2, 1.0, 18), ([131_073], 1.0, 17), ([60_000], 100.0, 11),
         ([600] * 100, 100.0, 11), ([60_000], 1e4, 5), ([60_000], 2e4, 4), ([60_000], 4e4, None),
         ([134_217] * 1000, 1e-3, 18), ([134_218] * 1000, 1e-3, 17), ([10], 0.0, 18),
+        ([2**18, *[1] * 4095], 8.0, 13),  # with 14 bits one client: 2^24 of at most 2^35 / 2^12
     ],
 )  # fmt: skip
 def test_the_bits_of_exact_sums(samples: list[int], largest: float, bits: int | None) -> None:
@@ -83,6 +84,16 @@ def test_sums_have_the_bits_of_whole_numbers(kind: str, clients: int) -> None:
         words = np.sum([masks.encode(p, clients, 2 * bits) for p in parts], axis=0, dtype=np.uint64)
         opened = masks.decode(words, {n: x.shape for n, x in parts[0].items()}, 2 * bits)
         assert np.array_equal(gaussian.unpack(opened["a"], WIDTH + 1), a) and np.array_equal(opened["b"], b)
+
+
+def test_no_feature_has_larger_products_than_stated() -> None:
+    z, y = rows_of("plain")
+    a, b = integer_sums(z, y, 16)
+    for j in range(WIDTH):
+        forged = a.copy()
+        forged[j, j] *= 2**10
+        found = sums.problem_of_rounding({"a": gaussian.pack(forged), "b": b}, 16, ROWS, float(np.abs(z).max()))
+        assert "'a' is larger than 400 rows" in str(found)
 
 
 def with_a_negative_eigenvalue(a: np.ndarray, b: np.ndarray) -> np.ndarray:
