@@ -32,6 +32,9 @@ def test_sums_of_the_worked_example() -> None:
     a, b = whole()
     assert a.tolist() == [[69, 67, 21], [67, 168, 36], [21, 36, 10]]
     assert b.T.tolist() == [[10, 6, 5], [6, 25, 5], [4, 5, 1]]
+    found = sums.FeatureSums(3, 2)
+    found.update(torch.tensor(Z), torch.tensor(Y))
+    assert np.triu(found.squares()).tolist() == [[69, 67], [0, 168]]
     first = summed(*CLIENTS[0])
     assert gaussian.unpack(first["a"], 3).tolist() == [[15, 18, 7], [18, 55, 15], [7, 15, 5]]
     assert first["b"].T.tolist() == [[6, 1, 0], [6, 9, 0], [3, 2, 0]]

@@ -411,10 +411,10 @@ def capped_statistics(answers: Sequence[Mapping[str, Array]], factor: float) -> 
     found = [dict(arrays) for arrays in answers]
     totals = [float(arrays["count"].astype(np.float64).sum()) for arrays in found]
     for arrays, total, most in zip(found, totals, believed(totals, factor).tolist(), strict=True):
-        if most < total:
-            counts = arrays["count"].astype(np.float64)
-            classes = np.count_nonzero(counts)
-            share = max(0.0, most - classes) / max(total - classes, 1.0)
+        counts = arrays["count"].astype(np.float64)
+        classes = np.count_nonzero(counts)
+        if max(most, classes) < total:
+            share = max(0.0, most - classes) / (total - classes)
             arrays["count"] = np.where(counts > 0, 1 + np.floor((counts - 1) * share), 0).astype(np.int64)
             for name in {"sum", "square"} & set(arrays):
                 arrays[name] = arrays[name] * (arrays["count"] / np.maximum(counts, 1))[:, None]

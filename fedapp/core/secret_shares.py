@@ -95,13 +95,10 @@ def corrected(values: Sequence[int], positions: Sequence[int], threshold: int, p
     """
     product = [1]
     for x in positions:
-        product = [(low - x * high) % prime for low, high in zip([0, *product], [*product, 0], strict=True)]
+        product = _times(product, [-x, 1], prime)
     through = [0] * len(positions)
     for x, value in zip(positions, values, strict=True):
-        others, left = [0] * len(positions), 0
-        for i in range(len(positions), 0, -1):  # the product without x - x_i, by Horner's scheme
-            left = (product[i] + left * x) % prime
-            others[i - 1] = left
+        others, _ = _divided(product, [-x, 1], prime)  # the product without x - x_i
         scale = value * pow(value_at(others, x, prime), -1, prime) % prime
         through = [(a + scale * b) % prime for a, b in zip(through, others, strict=True)]
     before, rest, past, factor = product, _trimmed(through), [0], [1]
@@ -143,4 +140,4 @@ def _divided(a: Sequence[int], b: Sequence[int], prime: int) -> tuple[list[int],
         quotient[shift] = rest[shift + len(b) - 1] * inverse % prime
         for i, x in enumerate(b):
             rest[shift + i] = (rest[shift + i] - quotient[shift] * x) % prime
-    return _trimmed(quotient), _trimmed(rest[: max(1, len(b) - 1)])
+    return _trimmed(quotient), _trimmed(rest)
