@@ -139,15 +139,15 @@ def test_of_two_senders_neither_raises_the_bound_of_its_own_lie(lie: float) -> N
 
 
 def test_statistics_of_one_client_count_for_a_multiple_of_the_median_total() -> None:
-    counts = [[10, 20], [5, 5], [40, 0, 10], [10**9, 1, 10**9, 10]]
+    counts = [[10, 20], [5, 5], [60, 0, 10], [10**9, 1, 10**9, 10]]
     answers = [{"count": np.array(c), "mean": np.zeros((len(c), 2))} for c in counts]
-    found = robust.capped_statistics(answers, 2)  # totals 30, 10, 50, 2e9: the lower median is 30
-    assert [arrays["count"].tolist() for arrays in found] == [*counts[:3], [28, 1, 28, 1]]
+    found = robust.capped_statistics(answers, 2)  # totals 30, 10, 70, 2e9: the lower median is 30
+    assert [arrays["count"].tolist() for arrays in found] == [*counts[:2], [51, 0, 8], [28, 1, 28, 1]]
     assert [a["count"].tolist() for a in robust.capped_statistics(answers, 0)] == counts
     of_two = robust.capped_statistics([answers[0], answers[3]], 2)
     assert of_two[1]["count"].sum() <= 60 and of_two[1]["count"].dtype == np.int64
     assert answers[3]["count"].tolist() == counts[3]  # what came in stays as it is
-    ones = [{"count": np.ones(n, np.int64)} for n in (1, 1, 9)]  # no class is left without a sample
+    ones = [{"count": np.array(c)} for c in ([1], [1], [3, *[1] * 8])]  # no class is left without a sample
     assert robust.capped_statistics(ones, 2)[2]["count"].tolist() == [1] * 9
     assert robust.capped_statistics([], 2) == []
 

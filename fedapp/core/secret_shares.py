@@ -99,7 +99,7 @@ def corrected(values: Sequence[int], positions: Sequence[int], threshold: int, p
     through = [0] * len(positions)
     for x, value in zip(positions, values, strict=True):
         others, _ = _divided(product, [-x, 1], prime)  # the product without x - x_i
-        scale = value * pow(value_at(others, x, prime), -1, prime) % prime
+        scale = value * pow(value_at(others, x, prime), -1, prime)
         through = [(a + scale * b) % prime for a, b in zip(through, others, strict=True)]
     before, rest, past, factor = product, _trimmed(through), [0], [1]
     while 2 * (len(rest) - 1) >= len(positions) + threshold:
