@@ -16,6 +16,7 @@ from clients.sums import SUMS
 from fedapp.config import from_flat
 from fedapp.core import robust, sums
 from fedapp.core.privacy import Joint, Privacy
+from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Payload, Reply
 from fedapp.reduce.reader import Policy
@@ -264,3 +265,5 @@ def test_heads_of_sums_have_a_cap_on_real_nodes_and_none_in_simulations() -> Non
         config = from_flat(values)
         caps = [config.resolved(simulation=simulated).robustness.count_cap for simulated in (False, True)]
         assert caps == [most, 0], values
+    with pytest.raises(BadRequest, match="count-cap limits the weights of clients, and fedamp has none"):
+        from_flat({"method": "fedamp", "count-cap": 3.0})

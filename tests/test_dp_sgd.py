@@ -16,6 +16,7 @@ import torch
 from scipy.integrate import quad
 from torch import nn
 
+from clients.base import FedClient
 from fedapp.config import from_flat
 from fedapp.core.noise import seeded
 from fedapp.core.privacy import Privacy, Steps, composed, epsilon_of, noise_for, noised
@@ -30,7 +31,8 @@ from fedapp.learning.training import Phase, train
 from fedapp.method import Reply
 from fedapp.models import build_model
 from fedapp.transport.traffic import RoundFailed
-from tests.handmade import short
+from strategies.fedavg import METHOD
+from tests.handmade import one_batch_task, short
 from tests.test_nodes import THREE, start
 from tests.test_private_runs import ledgers
 
@@ -241,6 +243,14 @@ def test_a_seed_repeats_test_noise_and_never_real_noise(
     one, two, three, four = sent[0::2]
     assert np.array_equal(one, two)
     assert not np.isclose(one, three).all() and not np.isclose(three, four).all()
+
+
+@pytest.mark.parametrize(("rows", "epochs"), [(12, 0), (0, 1)])
+def test_a_training_without_steps_is_not_booked(rows: int, epochs: int, tmp_path: Path) -> None:
+    releaser = Releaser(Privacy("example", 5.0, DELTA, 0.0, sgd=True, rounds=2), Ledger(tmp_path / "a.jsonl"), {})
+    client = FedClient(one_batch_task(), METHOD, METHOD.hparams())
+    client.releaser = releaser
+    assert client._private(short(local_epochs=epochs), rows) is None and not releaser.done
 
 
 def test_training_for_a_score_alone_is_not_booked(tmp_path: Path) -> None:

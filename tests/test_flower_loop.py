@@ -295,6 +295,13 @@ def test_personal_arrays_need_a_run() -> None:
         cw().personal_arrays(0)
 
 
+def test_personal_arrays_are_those_of_the_round_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = cw(fraction_evaluate=0.0)
+    strategy.start(LocalGrid(client_app(), {}, 3), initial(), num_rounds=2)
+    monkeypatch.setattr(strategy.maths, "send", lambda state, *asked: Payload(arrays={"asked": np.array(asked)}))
+    assert strategy.personal_arrays(1)["asked"].tolist() == [3, 1]
+
+
 def plain_app(whole: bool) -> ClientApp:
     """Clients that reply with what they were sent plus 1, or (`whole`) with all arrays of a model of their own."""
     app = ClientApp()
