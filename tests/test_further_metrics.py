@@ -227,6 +227,8 @@ def test_clients_without_a_score_have_no_matrix(tmp_path: Path) -> None:
         assert held["received"].tolist() == [[[-1, -1], [-1, -1]], [[1, 2], [3, 4]]]
     written.confusion({4: {}}, ["received"])
     assert not list(tmp_path.iterdir()), "those of an earlier end are gone"
+    with pytest.raises(TypeError, match="a score without probabilities"):
+        evaluation.confusion(np.zeros(1, np.int64), None)
 
 
 def test_too_many_classes_for_a_matrix(tmp_path: Path) -> None:
