@@ -376,7 +376,9 @@ def test_the_libraries_are_all_that_a_client_imports_of_others() -> None:
     assert done.stdout.split() == []
 
 
-def test_the_warm_process_has_no_thread_and_no_gpu(tmp_path: Path) -> None:
+def test_the_warm_process_has_no_thread_and_no_gpu_and_ends_quietly(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     told = "import os, torch\n    print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized())"
     entry = f"import flwr.supernode.cli\ndef entry():\n    {told}\n"
     (tmp_path / "library").mkdir()
@@ -386,6 +388,7 @@ def test_the_warm_process_has_no_thread_and_no_gpu(tmp_path: Path) -> None:
     assert psutil.Process(node.process.pid).num_threads() == 1
     assert not psutil.Process(node.process.pid).net_connections("inet")
     node.close()
+    assert capfd.readouterr().err == ""
 
 
 def node_of(tmp_path: Path, flower: str, *words: str) -> subprocess.CompletedProcess[str]:
