@@ -321,7 +321,7 @@ def test_no_client_alone_decides_that_the_loss_falls() -> None:
 
 @pytest.mark.parametrize(("cap", "most"), [(2.0, 12.0), (0.0, np.inf)])
 def test_pooled_scores_count_test_samples_up_to_the_cap(cap: float, most: float) -> None:
-    """Of 4, 6 and 1000: a client without test samples is none of them."""
+    """The sizes are 4, 6 and 1000; the client without test samples does not count."""
     facts = {k: {"test-examples": n} for k, n in enumerate((0, 4, 6, 1000))}
     given = SimpleNamespace(test_cap=cap, cohort=SimpleNamespace(manager=SimpleNamespace(facts=facts)))
     assert Tables.most(cast(Any, SimpleNamespace(run=given))) == most

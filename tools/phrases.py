@@ -34,7 +34,7 @@ def found(root: Path) -> list[str]:
     """Return each place of a phrase: file and phrase."""
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     modules = sorted(p for name in ("fedapp", "strategies", "clients") for p in (root / name).rglob("*.py"))
-    texts = [(p, re.sub(r"`[^`\n]*`", "", p.read_text(encoding="utf-8"))) for p in pages]  # code is no prose
+    texts = [(p, re.sub(r"`[^`\n]*`", "", p.read_text(encoding="utf-8"))) for p in pages]  # text in backticks is code
     texts += [(p, text) for p in modules for text in messages(p.read_text(encoding="utf-8"))]
     return [f"{path.relative_to(root)}: {m[0]}" for path, text in texts for m in PATTERN.finditer(text)]
 
