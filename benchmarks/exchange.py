@@ -50,11 +50,10 @@ KINDS: dict[str, tuple[type[Deployment], bool]] = {
 """The deployments, and whether their nodes import everything for each message."""
 PROGRAMS = {
     "fedapp/deployment/warm.py": "warm processes",
-    "flower-supernode": "SuperNodes",
+    "fedapp supernode": "SuperNodes",
     "flwr-serverapp": "the server's process",
     "fedapp superlink": "SuperLink",
     "flower-superlink": "SuperLink",
-    "fedapp.deployment.executor": "the server's executor",
     "flower-superexec": "executors",
 }
 """Kinds of processes by a part of their command lines; the first that fits counts."""
@@ -77,7 +76,7 @@ def used(it: Deployment) -> dict[str, float]:
         with contextlib.suppress(psutil.Error):
             times, line, above = each.cpu_times(), " ".join(each.cmdline()), each.parent()
             kind = next((kind for words, kind in PROGRAMS.items() if words in line), "")
-            if kind == "executors" and not (above and "flower-supernode" in " ".join(above.cmdline())):
+            if kind == "executors" and not (above and "fedapp supernode" in " ".join(above.cmdline())):
                 kind = "the server's executor"
             if kind:
                 found[kind] += times.user + times.system

@@ -173,6 +173,10 @@ def test_a_method_that_failed_is_in_its_place_and_says_whether_the_same_command_
     ]
     alert = "FedAvg failed (3 of 3 seeds): the loss is not finite (the same command would fail in the same way)"
     assert alerts_of(found, answers_of(found))[0] == alert
+    for seed, told in enumerate(("; it would fail in the same way", "; to continue: fedapp run --resume {}")):
+        run = tmp_path / "runs" / f"fedavg-s{seed}"
+        refused = CliRunner().invoke(cli.app, ["show", str(run)]).exception
+        assert str(refused).endswith(told.format(run)), "a run of its own is continued by fedapp run"
     table = pd.read_csv(tmp_path / "results.csv")
     table["failed"] = table["failed"].where(table["failed"].isna(), f"round 1: {'a reason ' * 40}: lower lr")
     table.to_csv(tmp_path / "results.csv", index=False)

@@ -65,6 +65,15 @@ def _above(width: int) -> npt.NDArray[np.bool_]:
     return ~np.tri(width, dtype=bool)
 
 
+@lru_cache(maxsize=4)
+def _places(width: int) -> Int64:
+    """Return the places of a square's entries in the packed form, (d, d)."""
+    rows, columns = np.triu_indices(width)
+    places = np.empty((width, width), dtype=np.int64)
+    places[rows, columns] = places[columns, rows] = np.arange(rows.size)
+    return places
+
+
 def pack(square: Array) -> Array:
     """Return the upper triangles of symmetric matrices (..., d, d), row by row with the diagonal.
 
@@ -83,12 +92,7 @@ def pack(square: Array) -> Array:
 
 def unpack(packed: Array, width: int) -> Array:
     """Return the exactly symmetric matrices (..., d, d) whose upper triangles `pack` returned; ``width`` is d."""
-    square = np.empty((*packed.shape[:-1], width, width), packed.dtype)
-    [tpttr] = lapack.get_lapack_funcs(["tpttr"], [packed])
-    for place in np.ndindex(packed.shape[:-1]):
-        upper = tpttr(width, packed[place], uplo="L")[0].T
-        square[place] = np.where(_above(width), upper, upper.T)
-    return square
+    return packed.take(_places(width), axis=-1)
 
 
 def diagonal(width: int) -> Int64:

@@ -260,7 +260,9 @@ def print_run(run: RunResult, everything: bool) -> None:
     BadRequest : it has not finished, or no client has test rows.
     """
     if not run.ok:
-        raise BadRequest(f"{run.out} has not finished: {run.failure}")
+        resumed = f"to continue: fedapp run --resume {shlex.quote(str(run.out))}"
+        again = "it would fail in the same way" if run.repeats else resumed
+        raise BadRequest(f"{run.out} has not finished: {run.reason}; {again}")
     if not run.headline:
         raise BadRequest(f"{run.out} holds no score: {NO_TESTS}")
     print_summary(run.summary)

@@ -233,12 +233,15 @@ class RunResult:
 
     @property
     def failure(self) -> str:
-        """Why the run has not finished, with the round and what to do about it; empty if it has."""
-        if self.ok:
-            return ""
+        """Why the run of a comparison has not finished, with the round and what to do about it; empty if it has."""
+        again = "would fail in the same way" if self.repeats else "continues it"
+        return "" if self.ok else f"{self.reason} (the same command {again})"
+
+    @property
+    def reason(self) -> str:
+        """Why a run that has not finished ended, with the round."""
         text = str(self.error.get("message") or self.summary.get("error") or "not finished")
-        text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
-        return f"{text} (the same command {'would fail in the same way' if self.repeats else 'continues it'})"
+        return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
 
     @property
     def repeats(self) -> bool:
