@@ -87,7 +87,7 @@ class FedProtoClient(ClassMeansClient):
         """Also score nearest-prototype prediction, with the prototypes that were received."""
         super().before_training(payload)
         if bool(self.known.any()) and len(self.task.y_test):
-            self.nearest = self.score_nearest(self.task.x_test, self.task.y_test)
+            self.nearest = self.score_nearest(self.task.x_test, self.task.y_test, probabilities=False)
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return L_S + lambda * L_R."""
@@ -113,7 +113,7 @@ class FedProtoClient(ClassMeansClient):
             return arrays, {}
         return arrays, {"prototype-correct": int(self.nearest.correct.sum()), "prototype-total": self.nearest.n}
 
-    def score_nearest(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
+    def score_nearest(self, x: Tensor, y: Tensor, probabilities: bool) -> Scores:
         """Score nearest-prototype prediction on images (n, H, W, C) uint8."""
         from clients._models import NearestPrototype
 

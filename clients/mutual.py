@@ -67,7 +67,7 @@ class MutualClient(FedClient):
 
     @functools.cached_property
     def small(self) -> SplitModel:
-        """The small model; `receive` replaces it by one with the server's arrays."""
+        """The small model; `receive` gives it the server's arrays."""
         return self.fresh_small()
 
     def fresh_small(self) -> SplitModel:
@@ -76,11 +76,7 @@ class MutualClient(FedClient):
         return build_small(self.hparams, num_classes=spec.num_classes, shape=spec.shape, seed=0)
 
     def receive(self, payload: Payload) -> None:
-        """Set up the small model with the server's arrays; the private model stays as it is.
-
-        The small model is newly built, which leaves it in training mode; no score is taken of it.
-        """
-        self.small = self.fresh_small()
+        """Give the small model the server's arrays; the private model stays as it is."""
         arrays = self.received_small(payload)
         missing = [name for name in selection.shared_names(self.small, ALL) if name not in arrays]
         if missing:

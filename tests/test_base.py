@@ -190,6 +190,17 @@ def test_positional_training_is_a_round() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(arrays, expected.values(), strict=True))
 
 
+def test_positional_evaluation_scores_the_given_parameters() -> None:
+    task = one_batch_task()
+    client, other = (FedClient(task, FEDAVG, BaseHParams(), None) for _ in range(2))
+    given = [p + 1 for p in client.get_parameters({})]
+    wanted = other.evaluate_round(Payload(common=dict(zip(other.down_names(), given, strict=True))), 1)
+    loss, rows, metrics = client.evaluate(given, {})
+    assert (loss * rows, metrics["accuracy"] * rows, rows) == pytest.approx(
+        tuple(wanted[f"received-{name}"] for name in ("loss-sum", "correct", "total"))
+    )
+
+
 def test_adams_moments_are_pytorchs() -> None:
     assert torch.optim.Adam([torch.zeros(1)]).defaults["betas"] == BETAS
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedapp.core.classmeans import ClassMeans, problem_of
+from fedapp.core.classmeans import ClassMeans, problem_of, shortened
 
 
 def test_means_equal_a_loop_over_classes() -> None:
@@ -58,3 +58,11 @@ def test_bad_rows_are_named(values: np.ndarray, labels: np.ndarray, words: str) 
 def test_good_rows_pass() -> None:
     assert problem_of(np.zeros((2, 2)), np.array([3, 0]), 2, 4) is None
     assert problem_of(np.zeros((0, 2)), np.zeros(0, int), 2, 4) is None
+
+
+def test_class_means_of_honest_clients_stay_as_they_are() -> None:
+    near = [np.full((2, 3), x, np.float32) for x in (0.5, 1, 9)]
+    assert all(a is b for a, b in zip(near, shortened(near), strict=True))
+    [*same, short] = shortened([*near[:2], np.full((2, 3), 1e6, np.float32)])
+    assert [a is b for a, b in zip(same, near, strict=False)] == [True, True]
+    assert np.linalg.norm(short, axis=1).max() == pytest.approx(10 * (1 + 3**0.5))

@@ -147,6 +147,8 @@ def test_statistics_of_one_client_count_for_a_multiple_of_the_median_total() -> 
     of_two = robust.capped_statistics([answers[0], answers[3]], 2)
     assert of_two[1]["count"].sum() <= 60 and of_two[1]["count"].dtype == np.int64
     assert answers[3]["count"].tolist() == counts[3]  # what came in stays as it is
+    for arrays in robust.capped_statistics([{**a, "sum": 3.0 * a["count"][:, None]} for a in answers], 2):
+        np.testing.assert_allclose(arrays["sum"], 3.0 * arrays["count"][:, None], rtol=1e-12)  # the means stay
     ones = [{"count": np.array(c)} for c in ([1], [1], [3, *[1] * 8])]  # no class is left without a sample
     assert robust.capped_statistics(ones, 2)[2]["count"].tolist() == [1] * 9
     assert robust.capped_statistics([], 2) == []

@@ -203,6 +203,7 @@ def test_a_reply_describes_the_received_body_and_the_trained_one() -> None:
     arrays, n, _ = one.train_round(payload, 1)
     after = class_statistics(one.representations(), one.task.y_train, 4)
     np.testing.assert_allclose(arrays["pac/proto"], after.means, atol=1e-6)
+    assert arrays["pac/h"].dtype == arrays["pac/proto"].dtype == np.float32
     assert arrays["pac/count"].tolist() == [3, 3, 3, 3] and n == 12
     fresh, payload = client([1] * 4, np.zeros((4, 64)))
     fresh.restore(1, payload)

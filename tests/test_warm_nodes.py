@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.exchange import PROGRAMS, used
 from fedapp.deployment import forks, warm
 from fedapp.engines.local import run
 from tests.deployment import NODES, Deployment, deployed, until
@@ -70,6 +71,8 @@ def test_a_warm_node_a_cold_one_and_flowers_own_equal_the_simulation(mixed: Depl
     assert forked(process) > before and not process.children()
     for name in NODES:
         assert mixed.log(name).count("Start `flwr-clientapp` process") >= 3 and "Traceback" not in mixed.log(name)
+    kinds = {*PROGRAMS.values(), "the server's executor"} - {"the server's process"}
+    assert kinds <= used(mixed).keys(), "the benchmark of an exchange counts them all"
 
 
 def test_helpers_that_are_killed_are_started_again(mixed: Deployment) -> None:

@@ -101,8 +101,14 @@ NAMED = {
         "tests/test_fedproto.py",
         "tests/test_further_metrics.py",
         "tests/test_dp_sgd.py",
+        "tests/test_fedbabu.py",
     ],
-    "clients/_checks.py": ["tests/test_own_models.py", "tests/test_given_features.py", "tests/test_private_runs.py"],
+    "clients/_checks.py": [
+        "tests/test_own_models.py",
+        "tests/test_given_features.py",
+        "tests/test_private_runs.py",
+        "tests/test_single_images.py",
+    ],
     "clients/_initial.py": ["tests/test_engine.py", "tests/test_base.py"],
     "clients/_models.py": [
         "tests/test_fedrod.py",
@@ -110,6 +116,7 @@ NAMED = {
         "tests/test_ccvr.py",
         "tests/test_fedetf.py",
         "tests/test_feddbe.py",
+        "tests/test_fedproto.py",
     ],
     "fedapp/core/names.py": ["tests/test_selection.py"],
     "fedapp/reduce/spec.py": ["tests/test_reduce.py", "tests/test_fedproto.py", "tests/test_scaffold.py"],
