@@ -41,6 +41,7 @@ from fedapp.tasks import simulated as tasks
 from fedapp.transport.cohort import Cohort
 from fedapp.transport.traffic import Exchange
 from reproduction.figures.models import global_model
+from strategies._maths import Maths
 from strategies.ccvr import CCVR, retrain, statistics
 from tests import handmade
 from tests.handmade import asking, deterministic, guard, refusal
@@ -744,6 +745,14 @@ def test_composition(base: str) -> None:
     again = registry.resolve(registry.get("ccvr"), hparams)
     assert again.client is method.client and again.strategy is method.strategy
     assert method.client.needs_state == inner.client.needs_state
+
+
+def test_the_base_checks_the_replies_of_its_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Maths, "check", lambda *given: "no model")
+    method, hparams = method_of()
+    made = method.strategy(method, hparams)
+    for kind, told in (("train", "no model"), ("query.statistics", None)):
+        assert made.check({}, Reply(0, 1, {}, {}, kind=kind)) == told
 
 
 @pytest.mark.parametrize(

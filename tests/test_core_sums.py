@@ -131,6 +131,13 @@ def test_a_discriminant_does_not_depend_on_the_unit_of_features() -> None:
     np.testing.assert_allclose(tiny[:, -1], rows[:, -1], rtol=1e-9)
 
 
+def test_a_discriminant_knows_a_small_spread_far_from_0() -> None:
+    rng = np.random.default_rng(0)
+    z, y = 1e-4 * rng.normal(size=(300, 40)), rng.integers(0, 3, 300)
+    near, far = (np.diff(sums.discriminant(*whole(z + offset, y), 0.1, "uniform")[:, :-1], axis=0) for offset in (0, 1))
+    np.testing.assert_allclose(far, near, rtol=1e-3, atol=1e-4 * np.abs(near).max())
+
+
 def test_without_any_spread_the_discriminant_is_the_nearest_mean() -> None:
     z, y = np.array([[1.0, 2], [3, 1], [1, 2]]), np.array([0, 1, 0])
     got = sums.discriminant(*whole(z, y), 0.1, "uniform")[:2]
@@ -236,6 +243,8 @@ def test_the_refusal_leaves_room_for_rounding() -> None:
         assert sums.problem_of(one, 3, 13, np.float64) is None
     nothing = sums.FeatureSums(3, 2).arrays()
     assert sums.problem_of(nothing, 3, 2, np.float64) is None
+    rounded = {n: np.rint(x * 8) / 8 for n, x in summed(rng.normal(2, 0.01, (50, 8)), rng.integers(0, 3, 50)).items()}
+    assert sums.problem_of(rounded, 3, 8, np.float64) and not sums.problem_of(rounded, 3, 8, np.float64, lost=1 / 16)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +288,7 @@ def test_the_penalty_of_cross_validation_is_beyond_that_which_fits_noise(offset:
 
     penalty, inside = sums.best_penalty(*whole(z, y, 4))
     assert inside and accuracy(penalty) > accuracy(0.01) + 0.2
+    assert np.abs(sums.PENALTIES * z.var(axis=0).mean() / penalty - 1).min() < 1e-6, "multiples of the mean variance"
     shuffled = rng.permutation(121)
     np.testing.assert_allclose(sums.best_penalty(*whole(z[shuffled], y[shuffled], 4))[0], penalty, rtol=1e-6)
 

@@ -199,6 +199,8 @@ def test_a_step_that_draws_nothing_is_noise() -> None:
     steps.replace(list(model.parameters()), 0, 10)
     found = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
     assert float(found.std()) == pytest.approx(2.0 * 3.0 / 5, rel=0.1)
+    NoisySteps(0.5, 2, 2.0, 1e-9, seeded(1)).replace(list(model.parameters()), 0, 10)
+    assert all(float(p.grad.abs().max()) < 1e-6 for p in model.parameters())  # type: ignore[union-attr]
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -421,11 +423,12 @@ def test_a_model_is_as_it_was_after_private_training() -> None:
     copy.deepcopy(model)
 
 
-def test_a_loss_that_is_not_finite_says_nothing() -> None:
+@pytest.mark.parametrize(("last", "factor"), [(math.inf, 1e3), (1.0, 1e38)])  # losses of NaN, and of infinity
+def test_a_loss_that_is_not_finite_says_nothing(last: float, factor: float) -> None:
     layer = nn.Linear(4, 2)
-    layer.weight.data.mul_(1e3)
+    layer.weight.data = torch.tensor([[1.0, 0, 0, 1], [-1, 0, 0, -1]]) * factor
     model = nn.Sequential(nn.Flatten(), layer)
-    x, y = torch.tensor([[1.0, 2, 3, 4], [1, 1, 1, math.inf]]), torch.tensor([0, 1])
+    x, y = torch.tensor([[1.0, 2, 3, 2], [1, 1, 1, last]]), torch.tensor([0, 1])
     report = train(
         model, x[:, None], y, Phase(lambda b: nn.functional.cross_entropy(model(b.x), b.y), short(local_epochs=2)),
         InputSpec((1, 4), 1.0, (0.0,), (1.0,), kind="series"), torch.Generator(),

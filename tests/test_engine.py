@@ -25,6 +25,7 @@ from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import Batch
 from fedapp.method import BaseHParams, Payload
 from fedapp.models import SplitModel, weights
+from fedapp.sampling import sample_clients
 from strategies.fedavg import METHOD as FEDAVG
 from tests.handmade import digit_tasks, short
 
@@ -63,6 +64,7 @@ def test_models_last_and_best(tiny: Tiny) -> None:
 def test_evaluations_between_rounds_change_nothing_else(tiny: Tiny) -> None:
     plain = tiny(method="lgfedavg", rounds=3, fraction_train=0.67)
     watched = tiny(method="lgfedavg", rounds=3, fraction_train=0.67, evaluate_every=1)
+    assert list(plain.clients["client"]) == [c for t in (1, 2, 3) for c in sample_clients(0, t, range(3), 0.67)]
     keep = [c for c in plain.rounds.columns if not c.endswith("seconds")]
     pd.testing.assert_frame_equal(plain.rounds[keep], watched.rounds[keep], check_exact=True)
     rows = pd.read_csv(watched.out / "evaluations.csv")

@@ -22,6 +22,8 @@ from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest, Impossible
 from fedapp.method import Payload, Reply, ServerState
 from fedapp.reduce.reader import Policy
+from fedapp.reduce.rules_fedghg import BoundedGaussians
+from fedapp.reduce.spec import Rows
 from fedapp.settings import RobustnessSettings
 from strategies.ccvr import statistics as ccvr_statistics
 from strategies.fedgh import METHOD as FEDGH
@@ -59,6 +61,19 @@ def after(made: FedGHG, cov: str = "diag", counts: bool = False, clients: Any = 
     replies = [reply(k, of, cov, counts) for k, of in enumerate(clients)]
     assert [refusal(made, state, r) for r in replies] == [None] * len(replies)
     return made.aggregate(state, 1, iter(replies))
+
+
+def test_a_cap_holds_for_counts_that_are_sent() -> None:
+    for cap, counted in ((2.0, ""), (0.0, "counts"), (1.0, "counts")):
+        bounded = BoundedGaussians(Rows("lar", further=("cov",), counted=counted), guard(count_cap=cap))
+        given = [reply(k, of, counts=bool(counted)) for k, of in enumerate(CLIENTS)]
+        for one in given:
+            bounded.add(one)
+        found = [of.reply.arrays for of in bounded.result()]
+        assert all(arrays.keys() - {"ids", "mean", "count"} == one.arrays.keys() for arrays, one in zip(found, given))
+        if counted:
+            before, after = ([int(a["counts"].sum()) for a in of] for of in ([r.arrays for r in given], found))
+            assert max(after) == 4 < max(before) if cap else after == before  # the median client has 4
 
 
 # ---- worked numbers ------------------------------------------------------------------------------------------------

@@ -195,10 +195,10 @@ def test_a_fraction_of_the_clients_is_sampled_by_the_seed() -> None:
     for seed in (1, 2):
         chosen = [next(iter(sample_clients(seed, t, [0, 1, 2], 1 / 3))) for t in range(1, 5)]
         np.testing.assert_allclose(run(seed), 0.5 + sum(Foreign(c).step[-1] for c in chosen), rtol=1e-5)
-    assert not np.array_equal(run(1), run(2))
+    assert not np.array_equal(run(1), run(2)) and cw().seed == 0
 
 
-def test_a_query_after_the_last_round_reaches_every_client() -> None:
+def test_a_query_after_the_last_round_reaches_every_client(caplog: pytest.LogCaptureFixture) -> None:
     """`finalize` asks through Flower too: here for one number of each client, with what the method sends along."""
     app = client_app()
 
@@ -227,6 +227,7 @@ def test_a_query_after_the_last_round_reaches_every_client() -> None:
     Asking(method, BaseHParams()).start(Timed(app, {}, 3), initial(), num_rounds=1, timeout=30)
     assert found == [(k, "query.size", 2.0 * SIZES[k]) for k in range(3)]
     assert set(limits) == {30}, "the time limit holds for queries too"
+    assert "size: asking 3 nodes" in caplog.text
 
 
 def test_metrics_of_a_few_replies_do_not_count_in_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +281,8 @@ def test_a_client_fn_without_the_four_settings_ends_the_first_round_with_them(gi
     with pytest.raises(BadRequest) as e:
         strategy.start(LocalGrid(app, {}, 3), initial(), num_rounds=3, evaluate_fn=lambda t, _: rounds.append(t))
     assert all(f"{name}={value!r}" in str(e.value) for name, value in SETTINGS.items()) and rounds == [0]
+    with pytest.raises(BadRequest):
+        cw(fraction_evaluate=0.0).start(LocalGrid(app, {}, 3), initial(), num_rounds=1)
 
 
 def test_a_run_in_which_no_reply_counts_does_not_end_well() -> None:

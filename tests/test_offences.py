@@ -418,6 +418,16 @@ def test_a_client_that_is_blocked_in_an_attempt_gets_no_message_in_the_next(node
     assert list(run.rounds["clients"]) == [4, 3]
 
 
+def test_a_bounded_check_has_three_reasons() -> None:
+    checked = soundness.bounded(
+        lambda reply: "refused" if reply.num_samples == 0 else None, {"w": np.zeros(2)}, 5.0,
+        lambda reply: {"w": reply.arrays["step"]},
+    )  # fmt: skip
+    for n, model, step, told in ((0, 3, 3, "refuse"), (1, 9, 3, "its model"), (1, 3, 9, "its move"), (1, 3, 3, "None")):
+        arrays = {"w": np.array([model, 0.0]), "step": np.array([0.0, step])}
+        assert str(checked(Reply(0, n, arrays, {}))).startswith(told)
+
+
 def test_a_rollback_leaves_no_spoiled_model_as_the_best(tmp_path: Path) -> None:
     """Round 3 is repeated from the state of round 1, so its `received` scores that one."""
 

@@ -186,6 +186,10 @@ def test_class_means_are_equal_in_both_forms_where_no_rule_is_needed(summed: boo
             lost = {n: a for n, a in given.items() if n != "counts"}
             assert spec.problem(server, reply(client, 4, lost), whole) == "'counts' is missing"
             form.add(reply(client, 4, given))
+        if not summed:
+            assert str(spec.problem(server, reply(1, 0, given), whole)) == "counts of 1 samples from a client of 0"
+            many = {**given, "counts": np.array([1, 3]), **dict(zip(("labels", "rows"), replies[0]))}
+            assert str(spec.problem(server, reply(0, 3, many), whole)) == "counts of 4 samples from a client of 3"
         found = form.result()
         assert found.seen.tolist() == [True, False, True]
         assert found.values[found.seen].ravel().tolist() == [1.0, 4.0]
@@ -219,6 +223,19 @@ def test_arrays_that_the_server_does_not_reduce_are_refused() -> None:
     ):
         found = refusal(strategy, state, reply(0, 5, wrong))
         assert isinstance(found, Impossible) and text in found
+
+
+def test_a_mean_needs_all_its_arrays() -> None:
+    server, form = context(point(0.0)), point(0.0)
+    assert isinstance(Mean().problem(server, reply(0, 1, {}), form), Impossible)
+    assert Mean().problem(server, reply(0, 1, {**form, "other": np.ones(1)}), form) is None
+
+
+def test_samples_of_one_client_count_for_a_multiple_of_the_median() -> None:
+    replies, counts = [reply(0, n, {}) for n in (10, 20, 100)], [10, 20, 100]
+    policy, private = Policy(guard(count_cap=2.0)), Policy(privacy=Privacy("client", 8.0, 1e-5, noise=1.0))
+    assert [r.num_samples for r in policy.believed(replies, counts)] == [10, 20, 40]
+    assert [r.num_samples for r in private.believed(replies, counts)] == [1, 1, 1]
 
 
 def test_a_mean_of_decoded_arrays_has_no_form_of_its_own() -> None:

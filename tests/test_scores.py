@@ -26,7 +26,9 @@ from fedapp.models import selection
 from fedapp.results.directory import accuracy_summary
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
+from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.traffic import RoundFailed
+from tests.handmade import deterministic
 
 Tiny = Callable[..., RunResult]
 
@@ -128,9 +130,20 @@ def test_curves_end_at_the_tables_and_stand_at_completed_rounds(tiny: Tiny) -> N
         assert list(curve["completed"]) == ([1, 2, 3] if p == "global" else [0, 1, 2, 3])
     moved = result.summary["bytes_up"] * 3 + result.summary["bytes_down"] * 3
     assert list(result.curve("trained")["bytes"]) == [0, moved, 2 * moved, 3 * moved]
-    sampled = tiny(method="fedavg", rounds=3, clients=4, fraction_train=0.5, evaluate_every=1)
+    sampled = tiny(method="fedavg", rounds=3, clients=4, fraction_train=0.25, evaluate_every=1)
+    assert (sampled.rounds["bytes_down"] == result.summary["bytes_down"]).all(), "of one client or of three"
     assert list(sampled.curve("received")["completed"]) == [1, 2, 3]
     assert list(sampled.curve("received")["clients"]) == [4, 4, 4]
+
+
+def test_tables_do_not_depend_on_the_order_of_arrival(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = tiny(method="local")
+    pushed = LocalGrid.push_messages
+    monkeypatch.setattr(LocalGrid, "push_messages", lambda grid, sent: pushed(grid, list(sent)[::-1])[::-1])
+    second = tiny(method="local")
+    for name in ("clients", "final"):
+        one, other = (deterministic(pd.read_csv(run.out / f"{name}.csv")) for run in (first, second))
+        pd.testing.assert_frame_equal(one, other, check_exact=True)
 
 
 def test_best_counts_only_points_with_all_clients() -> None:

@@ -16,7 +16,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from fedapp import files
-from fedapp.learning.state import ClientStore, StateError, read_head_norms, read_safetensors, write_safetensors
+from fedapp.learning.state import (
+    ClientStore,
+    Expected,
+    StateError,
+    read_head_norms,
+    read_safetensors,
+    write_safetensors,
+)
 from fedapp.method import Arrays
 
 
@@ -182,6 +189,25 @@ def test_damaged_state_is_an_error_not_a_fresh_start(damage: str, tmp_path: Path
         save_file({"x": np.ones(1)}, path, metadata={} if damage == "no header" else {"fedapp": "{"})
     with pytest.raises(StateError, match=r"aa\.000001\.safetensors cannot be read .*delete it"):
         read_safetensors(path)
+
+
+def test_a_file_of_fedapp_0_1_is_named(tmp_path: Path) -> None:
+    save_file({"x": np.ones(1)}, tmp_path / "a.safetensors", metadata={"fedapp": "{}"})
+    with pytest.raises(StateError, match=r"no digest: fedapp 0\.1 wrote it"):
+        read_safetensors(tmp_path / "a.safetensors")
+
+
+def test_a_damaged_state_is_ignored_where_neither_client_nor_server_needs_it(tmp_path: Path) -> None:
+    before = store(tmp_path)
+    path = before.save(1, {"x": np.ones(1)})
+    path.write_bytes(path.read_bytes()[:-1])
+    for binding, needed in ((True, True), (True, False), (False, True), (False, False)):
+        again = ClientStore(path.parent, "m", "aa", expected=Expected(before.written, binding))
+        if binding or needed:
+            with pytest.raises(StateError, match="cannot be read"):
+                again.load(2, needed=needed)
+        else:
+            assert again.load(2, needed=False) is None and "cannot be read" in again.ignored
 
 
 def test_a_state_of_another_client_run_federation_or_round_is_refused(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_totals_are_stored_where_they_are_exact_sums_of_all_rows(
         ({"lost": -1}, "lost"), ({"largest": "x"}, "largest"), ({"sites": "pqr"}, "sites"), ({"salt": 1}, "salt"),
         ({"sites": {"p": ""}}, "sites"), ({"a": None}, "sums consist of"), ({"a": 3}, "'a' must be"),
         ({"b": 1e12}, "samples"), ({"a": 1.1}, "'a'"), ({"b": "one"}, "'b' must be"), ({"bits": 4}, "no sums of"),
-        ({"largest": 0.5}, "is larger than 102 rows with features up to 0.5"),
+        ({"lost": float("inf")}, "lost"), ({"largest": 0.5}, "is larger than 102 rows with features up to 0.5"),
     ],
 )  # fmt: skip
 def test_a_forged_file_of_totals_is_refused_in_one_line(

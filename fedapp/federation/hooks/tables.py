@@ -39,7 +39,7 @@ class Tables(Hook):
         run, exchange = self.run, outcome.exchange
         protocols = protocols_of(run.config, run.method, "train")
         further = (*run.method.columns, *(("restarted",) if run.config.storage.lost_state == "restart" else ()))
-        metrics, validation = sorted(exchange.metrics.items()), run.config.data.validation > 0
+        metrics, validation = exchange.metrics.items(), run.config.data.validation > 0
         exchange.rows = rows = {c: client_row(m, protocols, validation, further) for c, m in metrics}
         row: dict[str, Any] = {"round": at.round, "clients": len(rows)}
         row |= summarise(rows.values(), protocols, further, most=self.most())
@@ -73,7 +73,7 @@ class Tables(Hook):
         config, kind, directory = self.run.config, exchange.kind, self.run.directory
         protocols = protocols_of(config, self.run.method, kind)
         scores = [column(name) for name in config.evaluation.further_metrics]
-        metrics, validation = sorted(exchange.metrics.items()), config.data.validation > 0
+        metrics, validation = exchange.metrics.items(), config.data.validation > 0
         exchange.rows = rows = {c: client_row(m, protocols, validation, scores=scores) for c, m in metrics}
         summary = summarise(rows.values(), protocols, scores=scores, most=self.most())
         # A resumed run repeats an evaluation that has no row, and its dropped replies.
