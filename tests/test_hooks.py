@@ -352,3 +352,11 @@ def test_dropped_messages_of_secure_sums_stay_with_their_round(ended: bool, tiny
     path.write_text("\n".join(["round,client,stage,reason", *rows, *last, *repeated]) + "\n")
     RunDirectory(result.out, result.config, 2)
     assert path.read_text().splitlines()[1:] == [*rows, *([] if ended else last)]
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: 12.0)
+    hook = Checkpoint(cast(Any, SimpleNamespace(started=10.0)))
+    assert hook.seconds == 2.0
+    hook.load_state_dict({"seconds": 5.0})
+    assert hook.seconds == 7.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,13 +122,6 @@ def test_a_damaged_checkpoint_is_named_and_the_numbers_are_those_of_the_whole_ru
     expected = ("round 3 is damaged", "round 2 is damaged", "rounds 2 to 3 are lost")
     assert [[words in text for words in expected].index(True) for text in again.summary["warnings"]] == [0, 1, 2]
     assert sorted(p.name for p in folder.glob("*.damaged")) == [f"round-00000{r}.safetensors.damaged" for r in (2, 3)]
-
-
-def test_the_seconds_of_a_run_are_those_of_all_its_processes(tiny: Tiny) -> None:
-    began = time.perf_counter()
-    result = tiny(method="local", rounds=1)
-    first = result.summary["seconds"]
-    assert 0 < first < run(resume=result.out, rounds=2).summary["seconds"] < time.perf_counter() - began
 
 
 def test_without_a_good_checkpoint_a_resume_is_refused_and_changes_no_table(tiny: Tiny) -> None:
