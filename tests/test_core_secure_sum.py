@@ -95,6 +95,8 @@ def test_a_sum_cannot_wrap() -> None:
         assert np.allclose(decode(total, {"x": (2,)})["x"], [edge * parts, -edge * parts], rtol=1e-12)
         with pytest.raises(OverflowError, match=f"of {parts} clients takes values up to"):
             encode({"x": np.array([edge * 1.001])}, parts)
+        with pytest.raises(OverflowError, match=f"of {parts} clients takes values up to"):
+            encode({"x": np.array([0, edge * -1.001])}, parts)
     with pytest.raises(OverflowError):
         encode({"x": np.array([2**62])}, 1)
     for bad in (np.nan, np.inf):
