@@ -67,11 +67,7 @@ class MutualClient(FedClient):
 
     @functools.cached_property
     def small(self) -> SplitModel:
-        """The small model; `receive` gives it the server's arrays."""
-        return self.fresh_small()
-
-    def fresh_small(self) -> SplitModel:
-        """Build the small model, as the server does."""
+        """The small model, built as the server does; `receive` gives it the server's arrays."""
         spec = self.task.spec(0)
         return build_small(self.hparams, num_classes=spec.num_classes, shape=spec.shape, seed=0)
 

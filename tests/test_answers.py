@@ -176,7 +176,7 @@ def test_a_method_that_failed_is_in_its_place_and_says_whether_the_same_command_
     for seed, told in enumerate(("; it would fail in the same way", "; to continue: fedapp run --resume {}")):
         run = tmp_path / "runs" / f"fedavg-s{seed}"
         refused = CliRunner().invoke(cli.app, ["show", str(run)]).exception
-        assert str(refused).endswith(told.format(run)), "a run of its own is continued by fedapp run"
+        assert str(refused).endswith(told.format(run)), "fedapp run continues a single run"
     table = pd.read_csv(tmp_path / "results.csv")
     table["failed"] = table["failed"].where(table["failed"].isna(), f"round 1: {'a reason ' * 40}: lower lr")
     table.to_csv(tmp_path / "results.csv", index=False)

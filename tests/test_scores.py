@@ -131,7 +131,7 @@ def test_curves_end_at_the_tables_and_stand_at_completed_rounds(tiny: Tiny) -> N
     moved = result.summary["bytes_up"] * 3 + result.summary["bytes_down"] * 3
     assert list(result.curve("trained")["bytes"]) == [0, moved, 2 * moved, 3 * moved]
     sampled = tiny(method="fedavg", rounds=3, clients=4, fraction_train=0.25, evaluate_every=1)
-    assert (sampled.rounds["bytes_down"] == result.summary["bytes_down"]).all(), "of one client or of three"
+    assert (sampled.rounds["bytes_down"] == result.summary["bytes_down"]).all(), "bytes are per client"
     assert list(sampled.curve("received")["completed"]) == [1, 2, 3]
     assert list(sampled.curve("received")["clients"]) == [4, 4, 4]
 

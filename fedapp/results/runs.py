@@ -233,13 +233,13 @@ class RunResult:
 
     @property
     def failure(self) -> str:
-        """Why the run of a comparison has not finished, with the round and what to do about it; empty if it has."""
+        """The reason that a comparison's run has not finished, with the remedy; empty for a finished run."""
         again = "would fail in the same way" if self.repeats else "continues it"
         return "" if self.ok else f"{self.reason} (the same command {again})"
 
     @property
     def reason(self) -> str:
-        """Why a run that has not finished ended, with the round."""
+        """The reason that the run has not finished, with the round."""
         text = str(self.error.get("message") or self.summary.get("error") or "not finished")
         return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
 
